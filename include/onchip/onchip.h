@@ -1,0 +1,274 @@
+/* onchip C ABI: exact (softmax) attention and linear attention whose intermediates stay on the chip.
+ *
+ * What every operator means is written in docs/semantics.md; this header states shapes, dtypes,
+ * defaults and errors. Conventions:
+ *
+ *  - A tensor is a `const onchip_tensor*`; NULL means absent. Outputs are described the same way and
+ *    written through `data`. Inputs are never written.
+ *  - Every operator X has three steps: fill a `*_args` struct, `onchip_X_plan` (checks the whole
+ *    contract, picks a backend, says how much workspace is needed; touches no tensor data on a
+ *    device), `onchip_X_run` (computes on the caller's stream, in the caller's workspace).
+ *    A plan may be reused for any arguments that differ from the planned ones only in addresses
+ *    (with the same 16-byte alignment) and in the values stored in tensors.
+ *  - Structs that may grow start with `struct_size`; initialise them with their *_INIT macro.
+ *    Fields a caller's older header does not know take their defaults; a newer header's fields are
+ *    refused unless zero.
+ *  - Every function returns an onchip_status; `onchip_last_error()` has the message of the calling
+ *    thread's last failure: operator, argument, got, wanted, nearest legal choice. A refused call
+ *    writes nothing. The library never prints, aborts, exits or changes global state.
+ *  - Functions may be called from any thread at the same time.
+ */
+#ifndef ONCHIP_ONCHIP_H_
+#define ONCHIP_ONCHIP_H_
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define ONCHIP_VERSION_MAJOR 0
+#define ONCHIP_VERSION_MINOR 1
+#define ONCHIP_VERSION_PATCH 0
+
+#if defined(_WIN32)
+#define ONCHIP_API __declspec(dllexport)
+#else
+#define ONCHIP_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- status ---------------------------------------------------------------------------------- */
+
+typedef int32_t onchip_status;
+enum {
+  ONCHIP_OK = 0,
+  ONCHIP_INVALID_ARGUMENT = 1, /* the call breaks the contract: no backend could ever take it */
+  ONCHIP_UNSUPPORTED = 2,      /* legal, but no (or not the forced) backend takes it; all reasons listed */
+  ONCHIP_OUT_OF_MEMORY = 3,
+  ONCHIP_COMPILE_FAILED = 4, /* a GPU kernel could not be compiled or loaded */
+  ONCHIP_DEVICE_ERROR = 5,   /* the device driver reported an error */
+  ONCHIP_INTERNAL = 6
+};
+
+/* "onchip_status" as a word, e.g. "invalid_argument"; "unknown" for other numbers. Never NULL. */
+ONCHIP_API const char* onchip_status_name(onchip_status status);
+
+/* Message of the last call that failed on the calling thread; "" before any. Valid until that
+ * thread's next failing call. Never NULL. */
+ONCHIP_API const char* onchip_last_error(void);
+
+/* "MAJOR.MINOR.PATCH" of the library that is loaded. */
+ONCHIP_API const char* onchip_version(void);
+
+/* ---- tensors --------------------------------------------------------------------------------- */
+
+typedef int32_t onchip_dtype;
+enum {
+  ONCHIP_FLOAT64 = 1,
+  ONCHIP_FLOAT32 = 2,
+  ONCHIP_FLOAT16 = 3,
+  ONCHIP_BFLOAT16 = 4,
+  ONCHIP_FLOAT8_E4M3 = 5,
+  ONCHIP_INT64 = 6,
+  ONCHIP_INT32 = 7,
+  ONCHIP_BOOL = 8 /* one byte, 0 or 1 */
+};
+
+/* Device types carry DLPack's numbers. */
+enum { ONCHIP_DEVICE_CPU = 1, ONCHIP_DEVICE_CUDA = 2 };
+
+#define ONCHIP_MAX_RANK 6
+
+/* A strided view. This struct is frozen. The innermost stride must be 1 wherever that axis has more
+ * than one element; outer strides may be anything for inputs (0, negative and overlapping views
+ * included) and must not make an output overlap itself. `data` may be NULL only if some extent is 0,
+ * and is aligned to the element's size. */
+typedef struct onchip_tensor {
+  void* data;
+  int32_t dtype;       /* onchip_dtype */
+  int32_t rank;        /* 0..ONCHIP_MAX_RANK */
+  int32_t device_type; /* ONCHIP_DEVICE_* */
+  int32_t device_id;   /* ordinal; 0 for the CPU */
+  int64_t shape[ONCHIP_MAX_RANK];
+  int64_t strides[ONCHIP_MAX_RANK]; /* in elements */
+} onchip_tensor;
+
+/* ---- plans ----------------------------------------------------------------------------------- */
+
+/* What an onchip_X_plan call decided. Plain memory: copy it, keep it, drop it. */
+typedef struct onchip_plan {
+  size_t struct_size;
+  size_t workspace_bytes;     /* what run needs; 0 = pass NULL */
+  size_t workspace_alignment; /* of the workspace's address; a power of two */
+  const char* backend;        /* "reference", "cpu", "cuda.sm80", "cuda.sm90"; static storage */
+  const char* kernel;         /* the kernel or instruction-set unit; static storage */
+  uint64_t opaque[24];
+} onchip_plan;
+
+#define ONCHIP_PLAN_INIT \
+  { sizeof(onchip_plan), 0, 1, NULL, NULL, {0} }
+
+/* Operators, for onchip_explain. */
+typedef int32_t onchip_operator;
+enum {
+  ONCHIP_ATTENTION_FORWARD = 1,
+  ONCHIP_ATTENTION_BACKWARD = 2,
+  ONCHIP_ATTENTION_MERGE = 3
+};
+
+/* ---- exact attention (docs/semantics.md, section 2) -------------------------------------------- */
+
+/* Where query row i stands among the keys: off = seqlen_kv - seqlen_q, or 0. */
+enum { ONCHIP_BOTTOM_RIGHT = 0, ONCHIP_TOP_LEFT = 1 };
+
+/* Arithmetic of fp32 inputs on tensor cores. The default keeps fp32 accuracy. */
+enum { ONCHIP_PRECISION_DEFAULT = 0, ONCHIP_PRECISION_TF32 = 1 };
+
+/* One struct for forward and backward. num_seqs = batch for dense tensors. "float" = any of fp64,
+ * fp32, fp16, bf16. Tensors live on q's device; cu_seqlens, seqlens and dropout_rng may also be in
+ * host memory. */
+typedef struct onchip_attention_options {
+  size_t struct_size;
+  double scale;         /* of q.k; NaN = head_dim_qk^-1/2; finite */
+  double softcap;       /* c > 0: c tanh(S/c); 0 = none */
+  double dropout_p;     /* in [0, 1) */
+  int64_t window_left;  /* keys j >= i + off - left are visible; -1 = no bound */
+  int64_t window_right; /* keys j <= i + off + right are visible; -1 = no bound */
+  int64_t max_seqlen_q; /* hints for packed tensors; -1 = absent; a wrong one changes no result */
+  int64_t max_seqlen_kv;
+  int32_t causal;          /* 0 or 1: j <= i + off */
+  int32_t alignment;       /* ONCHIP_BOTTOM_RIGHT or ONCHIP_TOP_LEFT */
+  int32_t precision;       /* ONCHIP_PRECISION_* */
+  int32_t deterministic;   /* backward bitwise repeatable (forward always is) */
+  int32_t batch_invariant; /* a sequence's bits do not depend on what else is in the call */
+  int32_t check;           /* also validate values that live on a device: synchronises */
+  const char* backend;     /* force one by name; NULL picks */
+  const onchip_tensor* bias;           /* float [num_seqs|1, Hq|1, Sq|1, Sk|1], added after softcap */
+  const onchip_tensor* mask;           /* bool, same shapes; true = visible */
+  const onchip_tensor* alibi_slopes;   /* float [Hq] or [num_seqs, Hq] */
+  const onchip_tensor* q_segment_ids;  /* int32 [batch, Sq], packed [total_q]; with the next */
+  const onchip_tensor* kv_segment_ids; /* int32 [batch, Sk], packed [total_kv] */
+  const onchip_tensor* sink;           /* float [Hq], natural-log units, not scaled */
+  const onchip_tensor* dropout_rng;    /* int64 [2]: seed, offset (0 <= offset < 2^32) */
+  const onchip_tensor* cu_seqlens_q;   /* int32 or int64 [num_seqs + 1]; makes tensors packed */
+  const onchip_tensor* cu_seqlens_kv;  /* absent: as cu_seqlens_q */
+  const onchip_tensor* seqlens_q;      /* int32 or int64 [num_seqs]: used rows of each slot */
+  const onchip_tensor* seqlens_kv;     /* absent, with cu_seqlens_kv absent too: as seqlens_q */
+} onchip_attention_options;
+
+#define ONCHIP_ATTENTION_OPTIONS_INIT                                                           \
+  {                                                                                             \
+    sizeof(onchip_attention_options), (double)NAN, 0.0, 0.0, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0,  \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                  \
+  }
+
+/* O = softmax(mask(softcap(scale Q K^T) + bias - alibi)) V, tiled with an online softmax
+ * (Milakov & Gimelshein 2018; Dao et al. 2022, Algorithm 1).
+ *   q [batch, Sq, Hq, Dqk], k [batch, Sk, Hkv, Dqk], v [batch, Sk, Hkv, Dv], o [batch, Sq, Hq, Dv];
+ *   packed (cu_seqlens_q given): rank 3, [total, heads, dim]. One float dtype for all four.
+ *   lse [batch, Hq, Sq], packed [Hq, total_q]: natural log of the softmax denominator; fp64 with
+ *   fp64 inputs, else fp32. NULL = not wanted. Hq is a multiple of Hkv. */
+typedef struct onchip_attention_forward_args {
+  size_t struct_size;
+  const onchip_tensor* q;
+  const onchip_tensor* k;
+  const onchip_tensor* v;
+  const onchip_tensor* o;
+  const onchip_tensor* lse;
+  const onchip_attention_options* options; /* NULL = all defaults */
+} onchip_attention_forward_args;
+
+#define ONCHIP_ATTENTION_FORWARD_ARGS_INIT \
+  { sizeof(onchip_attention_forward_args), NULL, NULL, NULL, NULL, NULL, NULL }
+
+/* Gradients by recomputation from o and lse (Dao et al. 2022, Algorithm 4), with
+ * dS_ij = P_ij (dP_ij - rowsum(d_o o)_i + d_lse_i).
+ *   o, lse: what forward returned for the same options. d_o as o; d_lse as lse, NULL = 0.
+ *   dq, dk, dv as q, k, v; dbias as bias; dsink as sink: NULL = not wanted. */
+typedef struct onchip_attention_backward_args {
+  size_t struct_size;
+  const onchip_tensor* d_o;
+  const onchip_tensor* q;
+  const onchip_tensor* k;
+  const onchip_tensor* v;
+  const onchip_tensor* o;
+  const onchip_tensor* lse;
+  const onchip_tensor* d_lse;
+  const onchip_tensor* dq;
+  const onchip_tensor* dk;
+  const onchip_tensor* dv;
+  const onchip_tensor* dbias;
+  const onchip_tensor* dsink;
+  const onchip_attention_options* options;
+} onchip_attention_backward_args;
+
+#define ONCHIP_ATTENTION_BACKWARD_ARGS_INIT                                                  \
+  {                                                                                          \
+    sizeof(onchip_attention_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,  \
+        NULL, NULL, NULL, NULL, NULL                                                         \
+  }
+
+/* Two partial results over disjoint key sets into the result over their union:
+ * lse = log(e^lse1 + e^lse2), o = e^(lse1-lse) o1 + e^(lse2-lse) o2; two empty parts give 0, -inf.
+ *   o1, o2, o: one shape and float dtype, [batch, S, H, D] or packed [total, H, D];
+ *   lse1, lse2, lse [batch, H, S] or packed [H, total]; fp64 with fp64, else fp32. lse may be NULL. */
+typedef struct onchip_attention_merge_args {
+  size_t struct_size;
+  const onchip_tensor* o1;
+  const onchip_tensor* lse1;
+  const onchip_tensor* o2;
+  const onchip_tensor* lse2;
+  const onchip_tensor* o;
+  const onchip_tensor* lse;
+  const char* backend; /* force one by name; NULL picks */
+} onchip_attention_merge_args;
+
+#define ONCHIP_ATTENTION_MERGE_ARGS_INIT \
+  { sizeof(onchip_attention_merge_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/* plan: `plan` is caller-initialised with ONCHIP_PLAN_INIT and filled only on success.
+ * run: `workspace` is plan->workspace_bytes of q's device's memory at plan->workspace_alignment
+ * (NULL if 0); its contents need not be initialised and are undefined afterwards. `stream` is a
+ * CUstream / cudaStream_t for CUDA tensors (NULL = the default stream) and NULL for the CPU. */
+ONCHIP_API onchip_status onchip_attention_forward_plan(const onchip_attention_forward_args* args,
+                                                       onchip_plan* plan);
+ONCHIP_API onchip_status onchip_attention_forward_run(const onchip_plan* plan,
+                                                      const onchip_attention_forward_args* args,
+                                                      void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_attention_backward_plan(const onchip_attention_backward_args* args,
+                                                        onchip_plan* plan);
+ONCHIP_API onchip_status onchip_attention_backward_run(const onchip_plan* plan,
+                                                       const onchip_attention_backward_args* args,
+                                                       void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_attention_merge_plan(const onchip_attention_merge_args* args,
+                                                     onchip_plan* plan);
+ONCHIP_API onchip_status onchip_attention_merge_run(const onchip_plan* plan,
+                                                    const onchip_attention_merge_args* args,
+                                                    void* workspace, void* stream);
+
+/* ---- looking inside ---------------------------------------------------------------------------- */
+
+/* Which backend and kernel would take this call, and why each other one would not: text, one backend
+ * a line. `args` is the operator's args struct. Writes at most `capacity` bytes, the terminating NUL
+ * included; `*length` (may be NULL) gets the whole text's length without it. A call that breaks the
+ * contract fails as plan would; one that no backend takes succeeds and says so. */
+ONCHIP_API onchip_status onchip_explain(onchip_operator op, const void* args, char* text,
+                                        size_t capacity, size_t* length);
+
+/* The library as JSON text: version, compiler, backends with availability and reason, instruction
+ * set, threads, settings with their values and origin. Same buffer rule as onchip_explain. */
+ONCHIP_API onchip_status onchip_describe(char* text, size_t capacity, size_t* length);
+
+/* Threads that CPU backends use at most, caller included. Starts at ONCHIP_NUM_THREADS or else the
+ * number of CPUs this process may use (affinity and cgroup quota). Results never depend on it.
+ * Setting 0 restores that start; negative or over 1024 is refused. */
+ONCHIP_API onchip_status onchip_set_num_threads(int32_t num_threads);
+ONCHIP_API int32_t onchip_get_num_threads(void);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* ONCHIP_ONCHIP_H_ */
