@@ -1,0 +1,31 @@
+"""Shared set-up of every Python test: where the oracle lies, how long the run may be."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+_COMMON = dict(
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+# The same examples every time: a run that was green stays green until code changes.
+settings.register_profile("short", max_examples=25, derandomize=True, database=None, **_COMMON)
+settings.register_profile("long", max_examples=1500, phases=tuple(Phase), **_COMMON)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="random tests draw many more examples")
+
+
+def pytest_configure(config):
+    settings.load_profile("long" if config.getoption("--long") else "short")
+
+
+@pytest.fixture
+def long_run(request):
+    return request.config.getoption("--long")

@@ -1,0 +1,1 @@
+"""Formulas written from the papers, and the judge that compares the library with them."""

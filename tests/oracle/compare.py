@@ -1,0 +1,178 @@
+"""The judge: section 5 of docs/semantics.md as code, and the only place that holds tolerances.
+
+`judge_*` take the inputs (already rounded to the dtype under test), the options and the library's
+result. They compute the fp64 reference and y, the plain formula with every intermediate rounded to
+the dtype, and raise `Disagreement` unless the result is as close to the reference as the page asks.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from . import attention
+from .attention import EXACT, Arithmetic
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+
+
+class Disagreement(AssertionError):
+    pass
+
+
+def plain_arithmetic(dtype):
+    """Every intermediate stored in `dtype`, products and sums in fp32 (fp64 for fp64)."""
+    dtype = np.dtype(dtype)
+    return Arithmetic(FLOAT64 if dtype == FLOAT64 else FLOAT32, dtype)
+
+
+def lse_dtype(dtype):
+    return FLOAT64 if np.dtype(dtype) == FLOAT64 else FLOAT32
+
+
+def _largest(x):
+    """The largest finite magnitude; 0 where there is none."""
+    magnitude = np.abs(np.asarray(x, np.float64))
+    return float(np.max(magnitude, where=np.isfinite(magnitude), initial=0.0))
+
+
+def _ulp(value, dtype):
+    """Distance from |value| to the next larger number of `dtype`."""
+    info = ml_dtypes.finfo(dtype)
+    if value <= float(info.tiny):
+        return float(info.smallest_subnormal)
+    # frexp: value = m 2^e with m in [1/2, 1), so its binade starts at 2^(e-1).
+    return float(info.eps) * 2.0 ** (np.frexp(value)[1] - 1)
+
+
+def _rounding_bound(ref, y, dtype, factor):
+    """factor * max|y - ref| plus the dtype's own term."""
+    ref64 = np.asarray(ref, np.float64)
+    if dtype == FLOAT64:
+        return 1e-11 * _largest(ref64)
+    with np.errstate(invalid="ignore"):
+        plain_error = _largest(np.asarray(y, np.float64) - ref64)
+    own = 1e-5 * _largest(ref64) if dtype == FLOAT32 else _ulp(_largest(ref64), dtype)
+    return factor * plain_error + own
+
+
+def assert_close(name, result, ref, bound):
+    """|result - ref| <= bound, with NaN, +inf and -inf at the same positions. bound may be an array."""
+    result64, ref64 = np.asarray(result).astype(np.float64), np.asarray(ref).astype(np.float64)
+    if result64.shape != ref64.shape:
+        raise Disagreement(f"{name}: shape {result64.shape}, wanted {ref64.shape}")
+    for what, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        misplaced = where(result64) != where(ref64)
+        if misplaced.any():
+            at = tuple(int(x) for x in np.argwhere(misplaced)[0])
+            raise Disagreement(
+                f"{name}: {what} in the wrong place at {at}: got {result64[at]}, wanted {ref64[at]}"
+                f" ({int(misplaced.sum())} of {misplaced.size} positions)"
+            )
+    finite = np.isfinite(ref64)
+    error = np.abs(np.where(finite, result64, 0) - np.where(finite, ref64, 0))
+    excess = error - bound
+    if error.size and excess.max() > 0:
+        at = tuple(int(x) for x in np.unravel_index(np.argmax(excess), error.shape))
+        at_bound = float(np.broadcast_to(bound, error.shape)[at])
+        raise Disagreement(
+            f"{name}: worst at {at}: got {result64[at]:.9g}, wanted {ref64[at]:.9g},"
+            f" error {error[at]:.3e}, bound {at_bound:.3e}"
+            f" ({int((excess > 0).sum())} of {error.size} elements beyond it)"
+        )
+
+
+def _assert_array(name, result, shape, dtype):
+    result = np.asarray(result)
+    if result.shape != tuple(shape) or result.dtype != np.dtype(dtype):
+        raise Disagreement(
+            f"{name}: {result.dtype} {result.shape}, wanted {np.dtype(dtype)} {tuple(shape)}"
+        )
+
+
+def _assert_lse(name, result, ref, dtype):
+    relative = 1e-12 if dtype == FLOAT64 else 1e-5
+    finite_ref = np.where(np.isfinite(ref), ref, 0)
+    assert_close(name, result, ref, relative * np.maximum(1, np.abs(finite_ref)))
+
+
+def _factor(options):
+    return 3 if options.get("softcap", 0) > 0 else 2
+
+
+def judge_forward(result, q, k, v, **options):
+    """Check (o, lse) of attention_forward."""
+    o, lse = result
+    ref_o, ref_lse = attention.attention_forward(q, k, v, arithmetic=EXACT, **options)
+    plain_o, _ = attention.attention_forward(q, k, v, arithmetic=plain_arithmetic(q.dtype), **options)
+    _assert_array("o", o, ref_o.shape, q.dtype)
+    _assert_array("lse", lse, ref_lse.shape, lse_dtype(q.dtype))
+    _assert_lse("lse", lse, ref_lse, q.dtype)
+    assert_close("o", o, ref_o, _rounding_bound(ref_o, plain_o, q.dtype, _factor(options)))
+
+
+def judge_backward(result, d_o, q, k, v, *, d_lse=None, **options):
+    """Check (dq, dk, dv, dbias, dsink) of attention_backward."""
+    ref = attention.attention_backward(d_o, q, k, v, d_lse=d_lse, arithmetic=EXACT, **options)
+    plain = attention.attention_backward(
+        d_o, q, k, v, d_lse=d_lse, arithmetic=plain_arithmetic(q.dtype), **options
+    )
+    inputs = {"dq": q, "dk": k, "dv": v, "dbias": options.get("bias"), "dsink": options.get("sink")}
+    cancellation = _cancellation_terms(d_o, q, k, v, ref, options)
+    for name, like in inputs.items():
+        got, wanted = getattr(result, name), getattr(ref, name)
+        if like is None:
+            if got is not None:
+                raise Disagreement(f"{name}: got an array, wanted None")
+            continue
+        if got is None:
+            raise Disagreement(f"{name}: got None, wanted an array of shape {like.shape}")
+        _assert_array(name, got, like.shape, like.dtype)
+        # A gradient has its own input's dtype: what is stored in it can be no better than its ulp.
+        coarsest = max((q.dtype, like.dtype), key=lambda dtype: float(ml_dtypes.finfo(dtype).eps))
+        bound = _rounding_bound(wanted, getattr(plain, name), coarsest, _factor(options))
+        assert_close(name, got, wanted, bound + cancellation.get(name, 0.0))
+
+
+def _cancellation_terms(d_o, q, k, v, ref, options):
+    """What accumulation alone may leave behind where the true gradient cancels to (nearly) nothing."""
+    dim_v = v.shape[-1]
+    accumulate_eps = 2.0**-52 if q.dtype == FLOAT64 else 2.0**-23
+    scale = options.get("scale")
+    scale = abs(scale) if scale is not None else max(q.shape[-1], 1) ** -0.5
+    flow = accumulate_eps * dim_v**0.5 * scale * _largest(d_o) * _largest(v)
+    terms = {"dq": flow * _largest(k), "dk": flow * _largest(q)}
+    eps = 0.25 * float(ml_dtypes.finfo(q.dtype).eps)
+    rows = q.size // max(q.shape[-1] * q.shape[-2], 1)
+    if ref.dsink is not None:
+        terms["dsink"] = eps * (rows * dim_v) ** 0.5
+    if ref.dbias is not None:
+        pairs = rows * q.shape[-2] * k.shape[-3]
+        terms["dbias"] = eps * (max(pairs // max(ref.dbias.size, 1), 1) * dim_v) ** 0.5
+    return terms
+
+
+def judge_merge(result, o1, lse1, o2, lse2):
+    """Check (o, lse) of merge."""
+    o, lse = result
+    ref_o, ref_lse = attention.merge(o1, lse1, o2, lse2, arithmetic=EXACT)
+    plain_o, _ = attention.merge(o1, lse1, o2, lse2, arithmetic=plain_arithmetic(o1.dtype))
+    _assert_array("o", o, ref_o.shape, o1.dtype)
+    _assert_array("lse", lse, ref_lse.shape, lse_dtype(o1.dtype))
+    _assert_lse("lse", lse, ref_lse, o1.dtype)
+    assert_close("o", o, ref_o, _rounding_bound(ref_o, plain_o, o1.dtype, 2))
+
+
+def assert_bitwise(name, result, wanted):
+    """The same shape, dtype and bytes."""
+    result, wanted = np.ascontiguousarray(result), np.ascontiguousarray(wanted)
+    _assert_array(name, result, wanted.shape, wanted.dtype)
+    as_bits = np.dtype(f"u{result.dtype.itemsize}")
+    different = result.view(as_bits) != wanted.view(as_bits)
+    if different.any():
+        at = tuple(int(x) for x in np.argwhere(different)[0])
+        raise Disagreement(
+            f"{name}: bits differ at {at}: got {result[at]}, wanted {wanted[at]}"
+            f" ({int(different.sum())} of {different.size} elements)"
+        )
