@@ -15,7 +15,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -106,8 +105,8 @@ struct Job {
   std::int32_t taken = 1;           // worker numbers handed out; guarded by the pool's mutex
   std::int32_t active = 0;          // pool threads inside; guarded by the pool's mutex
   std::atomic<std::int64_t> next{0};
-  std::mutex failure_mutex;
-  std::exception_ptr failure;
+  std::mutex failure_mutex{};
+  std::exception_ptr failure{};
 };
 
 thread_local bool inside_task = false;
@@ -170,7 +169,7 @@ class Pool {
       while (static_cast<std::int32_t>(threads_.size()) < wanted) {
         threads_.emplace_back([this] { serve(); });
       }
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       return;
     }
