@@ -1,0 +1,320 @@
+// Exact attention forward on sm90: what the host and the device must agree on. Constant expressions
+// only; no header, since NVRTC reads this file too.
+//
+// The host's part, in order: attention_forward_reject -> attention_forward_spec ->
+// attention_forward_params (then set its pointers) -> four tensor maps by attention_forward_map ->
+// launch kAttentionForwardEntry with grid attention_forward_grid, block
+// attention_forward_threads, dynamic shared memory attention_forward_smem().total and the arguments
+// (q map, k map, v map, o map, params), each map by value, 64-byte aligned. No workspace, no other
+// launch before or after. Where there is no element of o, nothing is launched.
+#pragma once
+
+namespace onchip::sm90 {
+
+// A kernel is compiled for one spec: -DONCHIP_ATTENTION_FORWARD_SPEC=<fields, comma separated>.
+struct AttentionForwardSpec {
+  bool bf16;         // else fp16
+  int head_dim_qk;   // 64 or 128; a smaller one runs with zero columns that TMA fills in
+  int head_dim_v;    // likewise
+  bool causal;
+  bool varlen;       // lengths of the sequences lie in device memory
+  int warpgroups;    // that multiply; each owns 64 query rows of the tile
+  int tile_n;        // keys of a block
+  bool q_in_registers;
+  bool turn_taking;  // warpgroups issue their products one after the other
+  bool debug_waits;  // waits are bounded; a late one writes a WaitFailure and traps
+
+  static constexpr int kFields = 10;
+  constexpr int field(int i) const {
+    const int fields[kFields] = {bf16,   head_dim_qk, head_dim_v,     causal,      varlen,
+                                 warpgroups, tile_n,  q_in_registers, turn_taking, debug_waits};
+    return fields[i];
+  }
+  constexpr bool operator==(const AttentionForwardSpec&) const = default;
+  constexpr int tile_m() const { return 64 * warpgroups; }
+};
+
+inline constexpr char kAttentionForwardEntry[] = "onchip_attention_forward";
+inline constexpr char kAttentionForwardMacro[] = "ONCHIP_ATTENTION_FORWARD_SPEC";
+inline constexpr char kAttentionForwardFile[] = "gpu/kernels/sm90/attention_forward.cuh";
+
+// Three warpgroups at head_dim 64, where the special-function unit is as busy as the tensor cores;
+// two at 128, where scores, probabilities and output fill 160 of 240 registers.
+constexpr AttentionForwardSpec attention_forward_spec(bool bf16, int head_dim_qk, int head_dim_v,
+                                                      bool causal, bool varlen) {
+  const int dqk = head_dim_qk <= 64 ? 64 : 128;
+  const int dv = head_dim_v <= 64 ? 64 : 128;
+  const bool small = dqk == 64 && dv == 64;
+  return {bf16, dqk, dv, causal, varlen, small ? 3 : 2, 128, !small, false, false};
+}
+
+// Every spec that is built ahead of time and whose resources are kept as a snapshot.
+inline constexpr int kAttentionForwardSpecCount = 16;
+constexpr AttentionForwardSpec attention_forward_registered(int i) {
+  const int dim = (i & 8) != 0 ? 64 : 128;
+  return attention_forward_spec((i & 1) == 0, dim, dim, (i & 2) != 0, (i & 4) != 0);
+}
+
+// ---- shared memory
+
+inline constexpr int kAttentionForwardStages = 2;   // of K, of V
+inline constexpr int kAttentionForwardQSlots = 2;   // O leaves through the slot that held its Q
+inline constexpr int kAttentionForwardTileSlots = 2;
+
+// One tile of work, written by the schedule role, read by the others. Rows count from the start of
+// the sequence; coordinates are those of the tensor maps.
+struct alignas(16) AttentionForwardTile {
+  int blocks;      // of keys, at least 1; 0: no more tiles
+  int kv_limit;    // keys that any query of the sequence sees
+  int diagonal;    // keys that the tile's first row sees, if causal; may be negative
+  int live_rows;   // rows of the tile inside the used length
+  int slot_rows;   // rows of the tile inside the sequence's slot
+  int head;
+  int kv_head;
+  int batch;       // coordinate; 0 when packed
+  int q_row;
+  int q_end;
+  int o_row;
+  int o_end;
+  int kv_row;      // of key 0
+  int kv_end;
+  int lse_low;     // offset of the tile's first row in lse, in elements
+  int lse_high;
+};
+
+// Byte offsets from a 1024-byte boundary, which the 128-byte swizzle needs. Matrices are stored as
+// chunks of 64 columns, [chunk][row][64], 16-bit, 128-byte swizzle.
+struct AttentionForwardSmem {
+  int q, q_slot_bytes;  // [slot][warpgroup][chunk][64 rows][64]: Q, then O
+  int k, k_stage_bytes;
+  int v, v_stage_bytes;
+  int zeros;            // 64 x 64 zeros, the source of O rows without keys
+  int barriers;         // 8 bytes each, order of AttentionForwardBarrier, two of a kind
+  int tiles;
+  int total;
+};
+
+enum class AttentionForwardBarrier : int {  // true after the wait:
+  q_full,      // Q of the tile is in its slot
+  q_empty,     // the slot is free: O, staged there, has been read
+  k_full, k_empty, v_full, v_empty,
+  tile_full,   // the slot describes the next tile
+  tile_empty,  // nobody reads the slot any more
+  count,
+};
+
+constexpr AttentionForwardSmem attention_forward_smem(const AttentionForwardSpec& spec) {
+  AttentionForwardSmem s{};
+  const int widest = spec.head_dim_qk > spec.head_dim_v ? spec.head_dim_qk : spec.head_dim_v;
+  s.q_slot_bytes = spec.tile_m() * widest * 2;
+  s.k_stage_bytes = spec.tile_n * spec.head_dim_qk * 2;
+  s.v_stage_bytes = spec.tile_n * spec.head_dim_v * 2;
+  s.q = 0;
+  s.k = s.q + kAttentionForwardQSlots * s.q_slot_bytes;
+  s.v = s.k + kAttentionForwardStages * s.k_stage_bytes;
+  s.zeros = s.v + kAttentionForwardStages * s.v_stage_bytes;
+  s.barriers = s.zeros + 64 * 64 * 2;
+  s.tiles = s.barriers + 2 * 8 * static_cast<int>(AttentionForwardBarrier::count);
+  s.total = s.tiles + kAttentionForwardTileSlots * static_cast<int>(sizeof(AttentionForwardTile));
+  return s;
+}
+
+// ---- launch
+
+constexpr int attention_forward_threads(const AttentionForwardSpec& spec) {
+  return 128 * (spec.warpgroups + 1);
+}
+
+// setmaxnreg of the producer's and of the multiplying warpgroups: together what the launch
+// allocated, 168 registers x 384 threads or 128 x 512.
+constexpr int attention_forward_producer_registers(const AttentionForwardSpec& spec) {
+  return spec.warpgroups == 3 ? 32 : 24;
+}
+constexpr int attention_forward_mma_registers(const AttentionForwardSpec& spec) {
+  return spec.warpgroups == 3 ? 160 : 240;
+}
+
+// Sizes of a call. Packed: batch is the number of sequences, seqlen_q and seqlen_kv are the totals.
+struct AttentionForwardShape {
+  int batch;
+  int seqlen_q, seqlen_kv;
+  int num_heads_q, num_heads_kv;
+  int head_dim_qk, head_dim_v;
+  bool packed;
+  bool top_left;
+};
+
+// Where a debug_waits kernel reports. In host memory that the device maps (a trap ends the context,
+// device memory with it).
+struct AttentionForwardWaitFailure {
+  int seen;  // 1 once the rest is written
+  int block, thread;
+  int role;     // 0 load, 1 schedule, 2 + i: warpgroup i
+  int barrier;  // AttentionForwardBarrier
+  int stage, parity;
+};
+
+struct AttentionForwardParams {
+  // Pointers, set by the caller; each may be null.
+  float* lse;                    // natural log; [batch, head, row], rows contiguous
+  long long lse_batch_stride;    // in elements; 0 when packed
+  long long lse_head_stride;
+  const void* cu_seqlens_q;      // varlen, packed: batch + 1 entries
+  const void* cu_seqlens_kv;
+  const void* seqlens_q;         // varlen: batch entries; null: the whole slot
+  const void* seqlens_kv;
+  int* tile_counter;             // two zeros, left zero; null: tiles are dealt out in advance
+  unsigned long long* longest_block;  // maximum over blocks of their cycles is put here
+  AttentionForwardWaitFailure* wait_failure;
+  // Widths of the four arrays above, in their order.
+  bool cu_seqlens_q_int64, cu_seqlens_kv_int64, seqlens_q_int64, seqlens_kv_int64;
+  // Set by attention_forward_params.
+  bool top_left;
+  bool packed;
+  unsigned q_sign;   // xor of Q's fragments: a negative scale turns Q around
+  float scale_log2;  // |scale| log2 e
+  int num_seqs;
+  int seqlen_q, seqlen_kv;
+  int num_heads_q, heads_per_kv_head;
+  int tiles_per_head, heads_per_section, num_tiles;  // not packed
+};
+
+constexpr int attention_forward_ceil_div(int a, int b) { return a / b + (a % b != 0); }
+
+// Bytes of K and V that a wave of tiles should share in the 50 MB L2. 16 MiB and 64 MiB are slower
+// by 2 % and 7 %.
+inline constexpr long long kAttentionForwardL2Bytes = 32ll << 20;
+
+constexpr AttentionForwardParams attention_forward_params(const AttentionForwardSpec& spec,
+                                                          const AttentionForwardShape& shape,
+                                                          double scale) {
+  AttentionForwardParams p{};
+  p.top_left = shape.top_left;
+  p.packed = shape.packed;
+  p.q_sign = scale < 0 ? 0x80008000u : 0u;
+  p.scale_log2 = static_cast<float>((scale < 0 ? -scale : scale) * 1.4426950408889634074);
+  // With 0 a masked score would become -inf * 0. The smallest number leaves every score at 0.
+  if (p.scale_log2 == 0.0f) p.scale_log2 = 1.4e-45f;
+  p.num_seqs = shape.batch;
+  p.seqlen_q = shape.seqlen_q;
+  p.seqlen_kv = shape.seqlen_kv;
+  p.num_heads_q = shape.num_heads_q;
+  p.heads_per_kv_head = shape.num_heads_q / shape.num_heads_kv;
+  p.tiles_per_head = attention_forward_ceil_div(shape.seqlen_q, spec.tile_m());
+  const int heads = shape.packed ? 0 : shape.batch * shape.num_heads_q;
+  p.num_tiles = p.tiles_per_head * heads;
+  // Causal tiles run longest first, so many heads are in flight at once: a section holds as many as
+  // the L2 does. Full tiles run head by head.
+  p.heads_per_section = 1;
+  if (spec.causal) {
+    const long long kv_bytes = 2ll * shape.seqlen_kv * (spec.head_dim_qk + spec.head_dim_v);
+    long long kv_heads = 1;
+    while (kv_heads * 2 * kv_bytes <= kAttentionForwardL2Bytes &&
+           kv_heads * 2 * p.heads_per_kv_head <= heads) {
+      kv_heads *= 2;
+    }
+    p.heads_per_section = static_cast<int>(kv_heads) * p.heads_per_kv_head;
+  }
+  return p;
+}
+
+// At least as many as there are tiles: slots may end inside a tile, and the rows before the first
+// and after the last sequence count as slots.
+constexpr long long attention_forward_tiles_bound(const AttentionForwardSpec& spec,
+                                                  const AttentionForwardShape& shape) {
+  const long long tiles = attention_forward_ceil_div(shape.seqlen_q, spec.tile_m());
+  return (shape.packed ? tiles + shape.batch + 2 : tiles * shape.batch) * shape.num_heads_q;
+}
+
+constexpr int attention_forward_grid(const AttentionForwardSpec& spec,
+                                     const AttentionForwardShape& shape, int multiprocessors) {
+  const long long tiles = attention_forward_tiles_bound(spec, shape);
+  return tiles < multiprocessors ? static_cast<int>(tiles) : multiprocessors;
+}
+
+// ---- tensor maps
+
+// q, k, v or o in device memory, [batch, rows, heads, head_dim] of 16-bit elements, strides in bytes.
+// Packed: batch 1, its stride is not looked at.
+struct AttentionForwardTensor {
+  unsigned long long address;
+  long long batch_stride, row_stride, head_stride;
+  int batch, rows, heads, head_dim;
+};
+
+enum class AttentionForwardOperand { q, k, v, o };
+
+// cuTensorMapEncodeTiled(map, FLOAT16 or BFLOAT16, 5, address, dims, strides, box, {1, 1, 1, 1, 1},
+// INTERLEAVE_NONE, SWIZZLE_128B, L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE).
+// Axes: column, row, head, batch, end. Row r of a sequence that begins at row b of the tensor and of
+// which n rows may be seen has row coordinate rows - n + r and, with varlen, end coordinate b + n
+// over an address moved back by `rows` rows: the sum addresses row b + r, and the row axis ends
+// exactly behind the sequence's last row. So loads fill rows past it with zeros and stores drop
+// them, whatever the tensor holds there. Without varlen: row r, end 0.
+struct AttentionForwardMap {
+  unsigned long long address;
+  unsigned long long dims[5];
+  unsigned long long strides[4];  // of axes 1 to 4, bytes
+  unsigned box[5];
+};
+
+constexpr AttentionForwardMap attention_forward_map(const AttentionForwardSpec& spec,
+                                                    AttentionForwardOperand operand,
+                                                    const AttentionForwardTensor& t) {
+  const bool kv = operand == AttentionForwardOperand::k || operand == AttentionForwardOperand::v;
+  const unsigned box_rows = kv ? static_cast<unsigned>(spec.tile_n) : 64u;
+  const auto extent = [](int n) { return static_cast<unsigned long long>(n > 0 ? n : 1); };
+  // The stride of an axis of extent 1 is never used, but must be legal.
+  const auto stride = [](int n, long long bytes) {
+    return static_cast<unsigned long long>(n > 1 ? bytes : 16);
+  };
+  AttentionForwardMap m{};
+  m.address = t.address;
+  if (t.rows == 0) m.address = 16;  // no key: the map is never read through
+  m.dims[0] = extent(t.head_dim);
+  m.dims[1] = extent(t.rows);
+  m.dims[2] = extent(t.heads);
+  m.dims[3] = extent(t.batch);
+  m.dims[4] = 1;
+  m.strides[0] = stride(t.rows, t.row_stride);
+  m.strides[1] = stride(t.heads, t.head_stride);
+  m.strides[2] = stride(t.batch, t.batch_stride);
+  m.strides[3] = 16;
+  if (spec.varlen && t.rows > 0) {
+    m.address -= static_cast<unsigned long long>(t.rows) * m.strides[0];
+    m.dims[4] = extent(t.rows) + 1;
+    m.strides[3] = m.strides[0];
+  }
+  m.box[0] = 64;
+  m.box[1] = box_rows;
+  m.box[2] = m.box[3] = m.box[4] = 1;
+  return m;
+}
+
+// ---- what is refused; null: accepted
+
+constexpr const char* attention_forward_reject_tensor(const AttentionForwardTensor& t) {
+  if (t.rows == 0 || t.heads == 0 || t.batch == 0) return nullptr;
+  if (t.address % 16 != 0) return "base pointers must be multiples of 16 bytes";
+  const long long strides[] = {t.rows > 1 ? t.row_stride : 16, t.heads > 1 ? t.head_stride : 16,
+                               t.batch > 1 ? t.batch_stride : 16};
+  for (const long long s : strides) {
+    if (s % 16 != 0) return "outer strides must be multiples of 16 bytes";
+    if (s <= 0) return "outer strides of 0 or less are not addressable by TMA";
+    if (s >= 1ll << 40) return "outer strides must be below 2^40 bytes";
+  }
+  return nullptr;
+}
+
+constexpr const char* attention_forward_reject(const AttentionForwardSpec& spec,
+                                               const AttentionForwardShape& shape) {
+  if (shape.head_dim_qk < 1 || shape.head_dim_v < 1) return "head_dim must be at least 1";
+  if (shape.head_dim_qk > 128 || shape.head_dim_v > 128) return "head_dim must be at most 128";
+  if (shape.seqlen_q >= 1 << 30 || shape.seqlen_kv >= 1 << 30) {
+    return "at most 2^30 - 1 rows a tensor";
+  }
+  if (attention_forward_tiles_bound(spec, shape) >= 1ll << 30) return "more than 2^30 tiles of work";
+  return nullptr;
+}
+
+}  // namespace onchip::sm90
