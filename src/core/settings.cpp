@@ -6,7 +6,43 @@
 
 namespace onchip {
 
-Settings parse_settings(const char* num_threads, const char* cpu_isa) {
+namespace {
+
+std::string text_of(const char* value) { return value == nullptr ? std::string() : value; }
+
+void parse_gpu(const GpuEnvironment& gpu, Settings& result) {
+  result.nvrtc = text_of(gpu.nvrtc);
+  result.cuda_home = text_of(gpu.cuda_home);
+  if (result.cuda_home.empty()) result.cuda_home = text_of(gpu.cuda_path);
+
+  const std::string cache_dir = text_of(gpu.cache_dir);
+  const std::string xdg_cache_home = text_of(gpu.xdg_cache_home);
+  const std::string home = text_of(gpu.home);
+  result.cache_dir_set = !cache_dir.empty();
+  if (cache_dir == "off") return;
+  if (result.cache_dir_set) {
+    if (cache_dir.front() == '/') {
+      result.cache_dir = cache_dir;
+    } else {
+      result.cache_dir_problem =
+          "ONCHIP_CACHE_DIR: got \"" + cache_dir + "\", wanted an absolute path or off";
+    }
+  } else if (!xdg_cache_home.empty() && xdg_cache_home.front() == '/') {
+    result.cache_dir = xdg_cache_home + "/onchip";
+  } else if (!home.empty() && home.front() == '/') {
+    result.cache_dir = home + "/.cache/onchip";
+  } else {
+    result.cache_dir_problem =
+        "none of ONCHIP_CACHE_DIR, XDG_CACHE_HOME and HOME is an absolute path";
+  }
+}
+
+// NULL in a process that runs with more rights than its caller: these variables name code to load.
+const char* trusted_variable(const char* name) { return secure_getenv(name); }
+
+}  // namespace
+
+Settings parse_settings(const char* num_threads, const char* cpu_isa, const GpuEnvironment& gpu) {
   Settings result;
   if (num_threads != nullptr && *num_threads != '\0') {
     const char* end = num_threads + std::strlen(num_threads);
@@ -28,12 +64,16 @@ Settings parse_settings(const char* num_threads, const char* cpu_isa) {
           "ONCHIP_CPU_ISA: got \"" + text + "\", wanted portable, avx2 or avx512";
     }
   }
+  parse_gpu(gpu, result);
   return result;
 }
 
 const Settings& settings() {
-  static const Settings parsed =
-      parse_settings(std::getenv("ONCHIP_NUM_THREADS"), std::getenv("ONCHIP_CPU_ISA"));
+  static const Settings parsed = parse_settings(
+      std::getenv("ONCHIP_NUM_THREADS"), std::getenv("ONCHIP_CPU_ISA"),
+      {trusted_variable("ONCHIP_NVRTC"), trusted_variable("ONCHIP_CACHE_DIR"),
+       trusted_variable("XDG_CACHE_HOME"), trusted_variable("HOME"), trusted_variable("CUDA_HOME"),
+       trusted_variable("CUDA_PATH")});
   return parsed;
 }
 
@@ -45,6 +85,10 @@ std::vector<SettingRow> setting_rows() {
        now.num_threads == 0 ? "default" : "environment"},
       {"ONCHIP_CPU_ISA", now.cpu_isa.empty() ? std::string("best available") : now.cpu_isa,
        now.cpu_isa.empty() ? "default" : "environment"},
+      {"ONCHIP_NVRTC", now.nvrtc.empty() ? std::string("found by search") : now.nvrtc,
+       now.nvrtc.empty() ? "default" : "environment"},
+      {"ONCHIP_CACHE_DIR", now.cache_dir.empty() ? std::string("off") : now.cache_dir,
+       now.cache_dir_set ? "environment" : "default"},
   };
 }
 
