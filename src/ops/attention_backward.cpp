@@ -1,0 +1,22 @@
+// Exact attention, backward (docs/semantics.md section 2).
+#include <array>
+
+#include "ops/operators.hpp"
+#include "reference/attention.hpp"
+
+namespace onchip::ops {
+
+namespace {
+
+constexpr std::array<Backend<AttentionBackwardProblem>, 1> kBackends = {{
+    {"reference", reference::plan_attention_backward, reference::run_attention_backward},
+}};
+
+}  // namespace
+
+const AttentionBackward& attention_backward() {
+  static const AttentionBackward op{ONCHIP_ATTENTION_BACKWARD, "attention_backward", ONCHIP_ATTENTION_BACKWARD_ARGS_INIT, kBackends};
+  return op;
+}
+
+}  // namespace onchip::ops

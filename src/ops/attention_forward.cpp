@@ -1,0 +1,22 @@
+// Exact attention, forward (docs/semantics.md section 2).
+#include <array>
+
+#include "ops/operators.hpp"
+#include "reference/attention.hpp"
+
+namespace onchip::ops {
+
+namespace {
+
+constexpr std::array<Backend<AttentionForwardProblem>, 1> kBackends = {{
+    {"reference", reference::plan_attention_forward, reference::run_attention_forward},
+}};
+
+}  // namespace
+
+const AttentionForward& attention_forward() {
+  static const AttentionForward op{ONCHIP_ATTENTION_FORWARD, "attention_forward", ONCHIP_ATTENTION_FORWARD_ARGS_INIT, kBackends};
+  return op;
+}
+
+}  // namespace onchip::ops

@@ -1,0 +1,80 @@
+// The operators: each a name, its argument struct's defaults and an ordered backend table.
+#pragma once
+
+#include <onchip/onchip.h>
+
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/attention.hpp"
+#include "ops/attention_contract.hpp"
+#include "ops/dispatch.hpp"
+#include "ops/structs.hpp"
+
+namespace onchip::ops {
+
+// Every call checks the whole contract anew, at run too: addresses and host-side lengths may have
+// changed since the plan, and checking costs less than a microsecond.
+template <typename Args, typename Problem>
+struct Operator {
+  onchip_operator id;
+  std::string_view name;
+  Args defaults;
+  std::span<const Backend<Problem>> backends;  // fastest first; the reference takes what is left
+
+  void plan(const Args* given, onchip_plan* plan) const {
+    check_plan_target(name, plan);
+    const Call call = read(given);
+    const Choice<Problem> choice = choose(name, call.facts.forced_backend, backends, call.problem);
+    write_plan(name,
+               {.op = id,
+                .backend = static_cast<std::uint32_t>(choice.index),
+                .fingerprint = call.facts.fingerprint,
+                .plan = choice.plan},
+               backends[choice.index].name, plan);
+  }
+
+  void run(const onchip_plan* plan, const Args* given, void* workspace, void* stream) const {
+    const Call call = read(given);
+    const StoredPlan stored = read_plan(name, id, call.facts.fingerprint, backends.size(), plan);
+    const RunContext context =
+        checked_context(name, stored.plan, call.problem.device.type == ONCHIP_DEVICE_CPU,
+                        workspace, stream);
+    backends[stored.backend].run(stored.plan, call.problem, context);
+  }
+
+  std::string explain(const void* given) const {
+    const Call call = read(static_cast<const Args*>(given));
+    return explain_call(name, call.facts.forced_backend, backends, call.problem);
+  }
+
+ private:
+  struct Call {
+    CallFacts facts;
+    Problem problem;
+  };
+
+  Call read(const Args* given) const {
+    const Args args = read_struct(name, "args", given, defaults, sizeof(Args));
+    Call call;
+    call.problem = normalise(args, call.facts);
+    return call;
+  }
+};
+
+using AttentionForward = Operator<onchip_attention_forward_args, AttentionForwardProblem>;
+using AttentionBackward = Operator<onchip_attention_backward_args, AttentionBackwardProblem>;
+using AttentionMerge = Operator<onchip_attention_merge_args, AttentionMergeProblem>;
+
+const AttentionForward& attention_forward();
+const AttentionBackward& attention_backward();
+const AttentionMerge& attention_merge();
+
+// The text of onchip_explain.
+std::string explain(onchip_operator op, const void* args);
+
+// The library as JSON text (onchip_describe).
+std::string describe();
+
+}  // namespace onchip::ops
