@@ -8,7 +8,7 @@ import tree
 
 _PAGE = "docs/settings.md"
 _PARSER = "src/core/settings.cpp"
-_LITERAL = re.compile(r'"(ONCHIP_[A-Z0-9_]+)"|getenv\(\s*"([A-Za-z0-9_]+)"')
+_LITERAL = re.compile(r'"(ONCHIP_[A-Z0-9_]+)"|(?:getenv|_variable)\(\s*"([A-Za-z0-9_]+)"')
 _ROW = re.compile(r"^\|\s*`([A-Za-z0-9_]+)`\s*\|", re.MULTILINE)
 _READS = re.compile(r"\b(?:secure_)?getenv\s*\(|\benviron\b")
 
