@@ -29,3 +29,15 @@ def pytest_configure(config):
 @pytest.fixture
 def long_run(request):
     return request.config.getoption("--long")
+
+
+def pytest_generate_tests(metafunc):
+    """`backend` runs a test on every backend, `grad_backend` on those that have a backward."""
+    if "backend" in metafunc.fixturenames:
+        from harness import BACKENDS
+
+        metafunc.parametrize("backend", BACKENDS)
+    if "grad_backend" in metafunc.fixturenames:
+        from harness import BACKWARD_BACKENDS
+
+        metafunc.parametrize("grad_backend", BACKWARD_BACKENDS)

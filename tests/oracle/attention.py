@@ -83,7 +83,9 @@ class Sequence:
 def sequences(q, k, options):
     """The sequences of a dense batch (rank 4) or of a packed one (rank 3), in order."""
     seqlens_q = options.seqlens_q
-    seqlens_kv = options.seqlens_kv if options.seqlens_kv is not None else seqlens_q
+    seqlens_kv = options.seqlens_kv
+    if seqlens_kv is None and options.cu_seqlens_kv is None:
+        seqlens_kv = seqlens_q
     if q.ndim == 4:
         for b in range(q.shape[0]):
             len_q = q.shape[1] if seqlens_q is None else int(seqlens_q[b])
@@ -180,7 +182,7 @@ class _Forward:
 
 def _forward_sequence(q, k, v, sequence, options, arithmetic):
     num_heads_q, head_dim = q.shape[-2:]
-    group = num_heads_q // k.shape[-2]
+    group = num_heads_q // max(k.shape[-2], 1)
     heads_first = (1, 0, 2)
     q_n = arithmetic.load(q[sequence.q_rows]).transpose(heads_first)
     k_n = arithmetic.load(k[sequence.kv_rows]).transpose(heads_first).repeat(group, axis=0)
@@ -259,7 +261,7 @@ def attention_backward(d_o, q, k, v, *, d_lse=None, arithmetic=EXACT, **options)
     """Gradients of sum(o * d_o) + sum(lse * d_lse) over the rows inside the sequences."""
     options = Options(**options)
     num_heads_q, num_heads_kv = q.shape[-2], k.shape[-2]
-    group = num_heads_q // num_heads_kv
+    group = num_heads_q // max(num_heads_kv, 1)
     dq = np.zeros(q.shape, arithmetic.products)
     dk = np.zeros(k.shape, arithmetic.products)
     dv = np.zeros(v.shape, arithmetic.products)

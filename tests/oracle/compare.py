@@ -153,6 +153,28 @@ def _cancellation_terms(d_o, q, k, v, ref, options):
     return terms
 
 
+def assert_same_value(name, result, other):
+    """Two results of the library that are one number in exact arithmetic, computed in another order."""
+    largest = _largest(other)
+    dtype = np.asarray(result).dtype
+    if dtype == FLOAT64:
+        bound = 1e-11 * largest
+    elif dtype == FLOAT32:
+        bound = 2e-5 * largest
+    else:
+        bound = 3 * _ulp(largest, dtype)
+    assert_close(name, result, other, bound)
+
+
+def assert_derivative(name, gradient, differences):
+    """A gradient in fp64 against central differences of an fp64 forward, step DIFFERENCE_STEP."""
+    assert_close(name, gradient, differences, 1e-7 * max(1.0, _largest(differences)))
+
+
+# Truncation (step^2) and cancellation (2^-52 / step) errors are both near 1e-10 here.
+DIFFERENCE_STEP = 1e-5
+
+
 def judge_merge(result, o1, lse1, o2, lse2):
     """Check (o, lse) of merge."""
     o, lse = result

@@ -1,0 +1,136 @@
+"""Bias and boolean masks: broadcasting, finite stand-ins for -inf, large ramps, the gradient of a bias.
+
+Public reports: pytorch #109517, #110213, #153799, jax #28974, #30593, #27184, #32242, flash-attention #17.
+"""
+
+import numpy as np
+import pytest
+from harness import (
+    BFLOAT16,
+    DTYPES,
+    assert_same_bits,
+    backward,
+    check,
+    check_forward,
+    draw,
+    draw_qkv,
+    dtype_name,
+    forward,
+)
+from oracle import compare
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=dtype_name)
+def test_the_most_negative_finite_number_excludes_columns_but_not_a_whole_row(backend, dtype):
+    q, k, v = draw_qkv(np.random.default_rng(1), dtype, 1, 441, heads=(1, 1), dims=(64, 64))
+    lowest = np.finfo(np.float32).min
+    bias = np.zeros((1, 1, 441, 441), np.float32)
+    bias[..., :128] = lowest
+    bias[..., 17, :] = lowest
+    o, lse, gradients = check(backend, q, k, v, bias=bias)
+    without, _ = forward(backend, q, k[:, 128:], v[:, 128:])
+    others = np.arange(441) != 17
+    compare.assert_same_value("o", o[:, others], without[:, others])
+    mean = v.astype(np.float64).mean(1).astype(dtype)
+    compare.assert_same_value("o", o[:, 17], mean)
+    assert np.isfinite(lse).all()
+    if gradients is not None:
+        assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("value", [-1e4, -3e4, -6e4], ids=str)
+def test_rows_whose_logits_are_all_hugely_negative(backend, value, dtype):
+    """Their softmax is the softmax of what is left of them, in whatever precision the sum keeps."""
+    q, k, v = draw_qkv(np.random.default_rng(2), dtype, 1, 33, 70)
+    bias = np.full((1, 1, 1, 1), value, np.float32)
+    check(backend, q, k, v, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_minus_infinity_excludes_as_false_does(backend, dtype):
+    rng = np.random.default_rng(3)
+    q, k, v = draw_qkv(rng, dtype, 2, 37, 45)
+    mask = rng.random((2, 1, 37, 45)) < 0.6
+    mask[0, 0, 4] = False
+    bias = np.where(mask, 0, -np.inf).astype(np.float32)
+    o, lse, _ = check(backend, q, k, v, mask=mask)
+    biased_o, biased_lse, _ = check(backend, q, k, v, bias=bias)
+    compare.assert_same_value("o", biased_o, o)
+    compare.assert_same_value("lse", biased_lse, lse)
+
+
+@pytest.mark.parametrize("axes", [(1, 2), (0, 1), (0,), (1,), (2,), (3,), (0, 1, 2), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+def test_broadcast_equals_expanded(backend, kind, axes):
+    rng = np.random.default_rng(4)
+    q, k, v = draw_qkv(rng, np.float32, 3, 35, 50, heads=(4, 2))
+    full = (3, 4, 35, 50)
+    shape = tuple(1 if axis in axes else size for axis, size in enumerate(full))
+    small = rng.random(shape) < 0.7 if kind == "mask" else draw(rng, shape, np.float32)
+    if axes == (0, 1, 2, 3):
+        small[...] = 1
+    o, lse, gradients = check(backend, q, k, v, **{kind: small})
+    stretched = np.broadcast_to(small, full)  # strides 0
+    assert_same_bits(forward(backend, q, k, v, **{kind: stretched}), (o, lse))
+    assert_same_bits(forward(backend, q, k, v, **{kind: stretched.copy()}), (o, lse))
+    if gradients is not None:
+        d_o = draw(np.random.default_rng(o.size), o.shape, o.dtype)
+        expanded = backward(backend, d_o, q, k, v, o, lse, **{kind: stretched})
+        assert_same_bits(expanded[:3], gradients[:3])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=dtype_name)
+def test_gradient_of_a_bias_shared_by_the_batch(grad_backend, dtype):
+    rng = np.random.default_rng(5)
+    q, k, v = draw_qkv(rng, dtype, 8, 64, heads=(4, 4), dims=(32, 32))
+    bias = draw(rng, (1, 4, 64, 64), np.float32)
+    _, _, gradients = check(grad_backend, q, k, v, bias=bias)
+    assert gradients.dbias.dtype == np.float32 and gradients.dbias.any()
+
+
+@pytest.mark.parametrize("bias_dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_a_bias_may_have_any_float_dtype(backend, dtype, bias_dtype):
+    rng = np.random.default_rng(6)
+    q, k, v = draw_qkv(rng, dtype, 2, 20, 21)
+    check(backend, q, k, v, bias=draw(rng, (2, 1, 20, 21), bias_dtype), softcap=3.0)
+
+
+@pytest.mark.parametrize("seqlen", [256, 257, 1025])
+def test_a_large_ramp(backend, seqlen):
+    q, k, v = draw_qkv(np.random.default_rng(7), BFLOAT16, 1, seqlen, heads=(1, 1), dims=(64, 64))
+    i, j = np.arange(seqlen)[:, None], np.arange(seqlen)[None, :]
+    bias = (i - j).astype(BFLOAT16)[None, None]
+    _, _, gradients = check(backend, q, k, v, bias=bias, causal=True)
+    if gradients is not None:
+        assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:4])
+
+
+def test_a_packed_bias_is_indexed_by_position(backend):
+    rng = np.random.default_rng(8)
+    q, k, v = (draw(rng, (30, 2, 8), np.float32) for _ in range(3))
+    packed = dict(cu_seqlens_q=np.array([0, 4, 4, 21, 30], np.int32))
+    for shape in [(4, 2, 17, 17), (1, 1, 17, 17), (4, 1, 1, 17), (1, 2, 17, 1), (4, 1, 40, 19)]:
+        check(backend, q, k, v, bias=draw(rng, shape, np.float32), **packed)
+        check(backend, q, k, v, mask=rng.random(shape) < 0.7, **packed)
+
+
+def test_segments(backend):
+    rng = np.random.default_rng(9)
+    q, k, v = draw_qkv(rng, np.float32, 2, 40, 50)
+    ids = np.sort(rng.integers(-2, 3, (2, 50), dtype=np.int32), axis=1)
+    check(backend, q, k, v, q_segment_ids=ids[:, 10:], kv_segment_ids=ids)
+    check(backend, q, k, v, q_segment_ids=ids[:, 10:], kv_segment_ids=ids, causal=True)
+    scattered = rng.integers(0, 3, (2, 50), dtype=np.int32)
+    check(backend, q, k, v, q_segment_ids=scattered[:, :40], kv_segment_ids=scattered)
+
+
+def test_a_segment_is_a_sequence_of_its_own(backend):
+    q, k, v = draw_qkv(np.random.default_rng(10), np.float32, 1, 30)
+    cu = np.array([0, 11, 12, 30], np.int32)
+    ids = np.repeat(np.arange(3, dtype=np.int32), np.diff(cu))[None]
+    o, lse = check_forward(backend, q, k, v, q_segment_ids=ids, kv_segment_ids=ids, causal=True)
+    packed_o, packed_lse = check_forward(backend, q[0], k[0], v[0], cu_seqlens_q=cu, causal=True)
+    compare.assert_same_value("o", o[0], packed_o)
+    compare.assert_same_value("lse", lse[0], packed_lse)

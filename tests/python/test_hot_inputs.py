@@ -1,0 +1,57 @@
+"""One key, one-hot rows, uniform rows of huge logits: softmax at its ends.
+
+Public reports: flash-attention #334, #41, #1052.
+"""
+
+import numpy as np
+import pytest
+from harness import BFLOAT16, DTYPES, check, draw_qkv, dtype_name
+from oracle import compare
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_softmax_over_one_token(backend, dtype):
+    q, k, v = draw_qkv(np.random.default_rng(1), dtype, 2, 1, dims=(16, 16), size=3)
+    o, _, gradients = check(backend, q, k, v, d_o=v)
+    compare.assert_bitwise("o", o, v)
+    if gradients is not None:
+        compare.assert_bitwise("dv", gradients.dv, v)
+
+
+def test_three_sigma_inputs_at_length_1024(backend):
+    q, k, v = draw_qkv(np.random.default_rng(2), np.float16, 1, 1024, heads=(1, 1), dims=(128, 128), size=3)
+    check(backend, q, k, v, causal=True)
+
+
+def test_everything_is_a_thousand(backend):
+    q = np.full((1, 512, 1, 32), 1000, BFLOAT16)
+    o, lse, gradients = check(backend, q, q, q)
+    compare.assert_bitwise("o", o, q)
+    assert np.isfinite(lse).all()
+    if gradients is not None:
+        assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_one_hot_rows(backend, dtype):
+    q, k, v = draw_qkv(np.random.default_rng(3), dtype, 1, 130, 140, size=30)
+    check(backend, q, k, v)
+    check(backend, q, k, v, causal=True)
+
+
+def test_scores_beyond_the_range_of_fp16(backend):
+    """q.k = 1e6 is no fp16 number; the score is, after the scale, or stays in fp32."""
+    rng = np.random.default_rng(4)
+    q = np.full((1, 20, 1, 64), 125, np.float16)
+    k = (125 + rng.integers(-2, 3, (1, 20, 1, 64))).astype(np.float16)
+    v = rng.standard_normal((1, 20, 1, 64)).astype(np.float16)
+    o, lse, _ = check(backend, q, k, v, scale=1e-3)
+    assert np.isfinite(o.astype(np.float64)).all() and np.isfinite(lse).all()
+    _, lse, _ = check(backend, q, k, v, scale=1.0)
+    assert (lse > 65504).all() and np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-6, 2.0, 40.0])
+def test_any_finite_scale(backend, scale):
+    q, k, v = draw_qkv(np.random.default_rng(5), np.float32, 1, 50, 60)
+    check(backend, q, k, v, scale=scale)
