@@ -242,6 +242,13 @@ struct AttentionForwardTensor {
   int batch, rows, heads, head_dim;
 };
 
+// Keys that some query of a sequence sees; the rest must have no influence at all.
+constexpr int attention_forward_seen_keys(const AttentionForwardSpec& spec,
+                                          const AttentionForwardShape& shape) {
+  const bool cut = spec.causal && shape.top_left && shape.seqlen_q < shape.seqlen_kv;
+  return cut ? shape.seqlen_q : shape.seqlen_kv;
+}
+
 enum class AttentionForwardOperand { q, k, v, o };
 
 // cuTensorMapEncodeTiled(map, FLOAT16 or BFLOAT16, 5, address, dims, strides, box, {1, 1, 1, 1, 1},
@@ -259,10 +266,13 @@ struct AttentionForwardMap {
 };
 
 constexpr AttentionForwardMap attention_forward_map(const AttentionForwardSpec& spec,
+                                                    const AttentionForwardShape& shape,
                                                     AttentionForwardOperand operand,
                                                     const AttentionForwardTensor& t) {
   const bool kv = operand == AttentionForwardOperand::k || operand == AttentionForwardOperand::v;
   const unsigned box_rows = kv ? static_cast<unsigned>(spec.tile_n) : 64u;
+  // Keys that no query sees stay outside the map: see attention_forward_seen_keys.
+  const int rows = kv && !spec.varlen ? attention_forward_seen_keys(spec, shape) : t.rows;
   const auto extent = [](int n) { return static_cast<unsigned long long>(n > 0 ? n : 1); };
   // The stride of an axis of extent 1 is never used, but must be legal.
   const auto stride = [](int n, long long bytes) {
@@ -270,9 +280,9 @@ constexpr AttentionForwardMap attention_forward_map(const AttentionForwardSpec& 
   };
   AttentionForwardMap m{};
   m.address = t.address;
-  if (t.rows == 0) m.address = 16;  // no key: the map is never read through
+  if (rows == 0) m.address = 16;  // no key: the map is never read through
   m.dims[0] = extent(t.head_dim);
-  m.dims[1] = extent(t.rows);
+  m.dims[1] = extent(rows);
   m.dims[2] = extent(t.heads);
   m.dims[3] = extent(t.batch);
   m.dims[4] = 1;

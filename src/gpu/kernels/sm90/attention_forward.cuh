@@ -1,0 +1,696 @@
+// Exact attention forward: O = softmax(scale Q K^T + mask) V, lse = log of the denominator, for fp16
+// and bf16 on sm_90a. The online softmax is Milakov and Gimelshein's (2018) in the tiling of Dao et
+// al., "FlashAttention" (2022); asynchronous products over warp roles follow Shah et al.,
+// "FlashAttention-3" (2024). Page: attention_forward.md.
+//
+// q [batch, rows, num_heads_q, head_dim_qk], k, v [batch, rows, num_heads_kv, ..], o like q with
+// head_dim_v, through rank-5 tensor maps (attention_forward_map); packed: batch is 1.
+// Grid: at most one block a multiprocessor, each takes tiles of 64 query rows a warpgroup until none
+// is left. Block: warpgroup 0 = load warp, schedule warp, two idle warps; warpgroups 1.. multiply.
+#include "gpu/kernels/sm90/attention_forward_plan.hpp"
+#include "gpu/tile/fragment.cuh"
+#include "gpu/tile/mbarrier.cuh"
+#include "gpu/tile/named_barrier.cuh"
+#include "gpu/tile/online_softmax.cuh"
+#include "gpu/tile/tma.cuh"
+#include "gpu/tile/wgmma.cuh"
+
+namespace onchip::sm90 {
+
+using namespace tile;
+using Barrier = AttentionForwardBarrier;
+using Tile = AttentionForwardTile;
+
+enum class Role : int { load, schedule, mma };
+
+// Named barriers of a warpgroup: 0 is the block's.
+inline constexpr int kWarpgroup = 1;  // + warpgroup; its 128 threads wrote to shared memory
+inline constexpr int kTurn = 5;       // + warpgroup; it may issue its products
+
+// About four seconds: far above any wait of a kernel that makes progress.
+inline constexpr i64 kDebugWaitCycles = 1ll << 33;
+
+struct Maps {
+  const TensorMap *q, *k, *v, *o;
+};
+
+// What every role needs: where shared memory is, and how to wait.
+template <AttentionForwardSpec spec>
+struct Block {
+  static constexpr AttentionForwardSmem kSmem = attention_forward_smem(spec);
+
+  const AttentionForwardParams& params;
+  u32 smem;
+  Tile* tiles;
+  int role;
+
+  ONCHIP_MEMBER u32 barrier(Barrier kind, int i) const {
+    return smem + kSmem.barriers + 16 * static_cast<int>(kind) + 8 * i;
+  }
+  ONCHIP_MEMBER void arrive(Barrier kind, int i) const { mbarrier_arrive(barrier(kind, i)); }
+  ONCHIP_MEMBER void wait(Barrier kind, int i, int parity) const {
+    if constexpr (spec.debug_waits) {
+      if (!mbarrier_wait_bounded(barrier(kind, i), parity, kDebugWaitCycles)) {
+        fail({1, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x), role,
+              static_cast<int>(kind), i, parity});
+      }
+    } else {
+      mbarrier_wait(barrier(kind, i), parity);
+    }
+  }
+  ONCHIP_MEMBER void fail(const AttentionForwardWaitFailure& failure) const {
+    if (params.wait_failure != nullptr && atomicCAS(&params.wait_failure->seen, 0, -1) == 0) {
+      *params.wait_failure = failure;
+      __threadfence_system();
+    }
+    trap();
+  }
+  // The pipeline's n-th use of a two-deep ring: slot n % 2, in whose barriers the full phase has
+  // parity n / 2 % 2; a producer waits for the empty phase before it.
+  ONCHIP_MEMBER void wait_full(Barrier kind, int n) const { wait(kind, n & 1, n >> 1 & 1); }
+  ONCHIP_MEMBER void wait_empty(Barrier kind, int n) const { wait(kind, n & 1, (n >> 1 & 1) ^ 1); }
+
+  ONCHIP_MEMBER Tile& tile(int n) const { return tiles[n & 1]; }
+};
+
+// ---- schedule role
+
+// A sequence as the tensors hold it.
+struct Sequence {
+  int batch;                       // coordinate
+  int q_begin, q_slot, q_length;   // rows before it, rows it may use, rows it uses
+  int kv_begin, kv_length;
+};
+
+// An integer of a device array, made safe: in [0, limit].
+ONCHIP_DEVICE int load_index(const void* array, bool int64, int i, int limit) {
+  const i64 v = int64 ? static_cast<const i64*>(array)[i] : static_cast<const int*>(array)[i];
+  return v < 0 ? 0 : v > limit ? limit : static_cast<int>(v);
+}
+
+// Position in the list of all packed tiles. Slots are, in order, the rows before the first sequence,
+// the sequences, and the rows after the last: together every row once, whatever cu_seqlens holds.
+// Lane l stands for slot `first + l`.
+struct SlotScan {
+  int first = 0;
+  int tiles_before = 0;            // of all slots below `first`
+  int q_carry = 0, kv_carry = 0;   // where slot `first` begins
+  int q_end, kv_end;               // of the lane's slot
+  int tiles_end;                   // tiles of slots first .. first + lane
+};
+
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE void scan_slots(const AttentionForwardParams& p, SlotScan& scan) {
+  const int lane = threadIdx.x % 32;
+  const int slot = scan.first + lane;
+  int q_end = p.seqlen_q, kv_end = p.seqlen_kv;
+  if (slot <= p.num_seqs) {
+    q_end = load_index(p.cu_seqlens_q, p.cu_seqlens_q_int64, slot, p.seqlen_q);
+    kv_end = load_index(p.cu_seqlens_kv, p.cu_seqlens_kv_int64, slot, p.seqlen_kv);
+  }
+  // An end never lies before the previous one.
+  q_end = max(q_end, scan.q_carry);
+  kv_end = max(kv_end, scan.kv_carry);
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int q = __shfl_up_sync(kWarpMask, q_end, d), kv = __shfl_up_sync(kWarpMask, kv_end, d);
+    if (lane >= d) {
+      q_end = max(q_end, q);
+      kv_end = max(kv_end, kv);
+    }
+  }
+  const int q_begin = __shfl_up_sync(kWarpMask, q_end, 1);
+  const int rows = q_end - (lane == 0 ? scan.q_carry : q_begin);
+  int tiles = attention_forward_ceil_div(rows, spec.tile_m()) * p.num_heads_q;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int t = __shfl_up_sync(kWarpMask, tiles, d);
+    if (lane >= d) tiles += t;
+  }
+  scan.q_end = q_end;
+  scan.kv_end = kv_end;
+  scan.tiles_end = tiles;
+}
+
+// Tile t of the packed list: its sequence and, in `rest`, its number there. False: past the end.
+// Called with growing t only.
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE bool find_packed(const AttentionForwardParams& p, SlotScan& scan, int t, Sequence& s,
+                               int& rest) {
+  constexpr int kLast = 31;
+  for (;;) {
+    const int total = __shfl_sync(kWarpMask, scan.tiles_end, kLast);
+    if (t < scan.tiles_before + total) break;
+    if (scan.first + kLast > p.num_seqs) return false;
+    scan.tiles_before += total;
+    scan.q_carry = __shfl_sync(kWarpMask, scan.q_end, kLast);
+    scan.kv_carry = __shfl_sync(kWarpMask, scan.kv_end, kLast);
+    scan.first += 32;
+    scan_slots<spec>(p, scan);
+  }
+  const int lane = __ffs(__ballot_sync(kWarpMask, t < scan.tiles_before + scan.tiles_end)) - 1;
+  const int before = max(lane - 1, 0);
+  const int q = __shfl_sync(kWarpMask, scan.q_end, before);
+  const int kv = __shfl_sync(kWarpMask, scan.kv_end, before);
+  const int tiles = __shfl_sync(kWarpMask, scan.tiles_end, before);
+  s.batch = 0;
+  s.q_begin = lane == 0 ? scan.q_carry : q;
+  s.kv_begin = lane == 0 ? scan.kv_carry : kv;
+  s.q_slot = __shfl_sync(kWarpMask, scan.q_end, lane) - s.q_begin;
+  s.kv_length = __shfl_sync(kWarpMask, scan.kv_end, lane) - s.kv_begin;
+  s.q_length = s.q_slot;
+  rest = t - scan.tiles_before - (lane == 0 ? 0 : tiles);
+  const int i = scan.first + lane - 1;
+  if (i < 0 || i >= p.num_seqs) {
+    s.q_length = 0;
+  } else {
+    if (p.seqlens_q) s.q_length = load_index(p.seqlens_q, p.seqlens_q_int64, i, s.q_slot);
+    if (p.seqlens_kv) s.kv_length = load_index(p.seqlens_kv, p.seqlens_kv_int64, i, s.kv_length);
+  }
+  return true;
+}
+
+// Tile t of an unpacked batch. Longest first inside a section of heads.
+ONCHIP_DEVICE bool find_dense(const AttentionForwardParams& p, int t, Sequence& s, int& m,
+                              int& head) {
+  if (t >= p.num_tiles) return false;
+  const int section_tiles = p.heads_per_section * p.tiles_per_head;
+  const int section = t / section_tiles;
+  const int rest = t - section * section_tiles;
+  const int first = section * p.heads_per_section;
+  const int heads = min(p.heads_per_section, p.num_tiles / p.tiles_per_head - first);
+  const int step = rest / heads;
+  const int batch_head = first + rest - step * heads;
+  m = p.tiles_per_head - 1 - step;
+  s.batch = batch_head / p.num_heads_q;
+  head = batch_head - s.batch * p.num_heads_q;
+  s.q_begin = s.kv_begin = 0;
+  s.q_slot = s.q_length = p.seqlen_q;
+  s.kv_length = p.seqlen_kv;
+  if (p.seqlens_q) s.q_length = load_index(p.seqlens_q, p.seqlens_q_int64, s.batch, p.seqlen_q);
+  if (p.seqlens_kv) {
+    s.kv_length = load_index(p.seqlens_kv, p.seqlens_kv_int64, s.batch, p.seqlen_kv);
+  }
+  return true;
+}
+
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Sequence& s, int m, int head) {
+  const int row = m * spec.tile_m();
+  const int offset = p.top_left ? 0 : s.kv_length - s.q_length;
+  Tile t;
+  t.kv_limit = spec.causal ? min(s.kv_length, s.q_length + offset) : s.kv_length;
+  t.diagonal = row + offset + 1;
+  t.live_rows = s.q_length - row;
+  t.slot_rows = s.q_slot - row;
+  const int seen = spec.causal ? min(t.kv_limit, row + spec.tile_m() + offset) : t.kv_limit;
+  t.blocks = t.live_rows <= 0 || seen <= 0 ? 0 : attention_forward_ceil_div(seen, spec.tile_n);
+  t.head = head;
+  t.kv_head = head / p.heads_per_kv_head;
+  t.batch = s.batch;
+  t.q_row = spec.varlen ? p.seqlen_q - s.q_length + row : row;
+  t.q_end = spec.varlen ? s.q_begin + s.q_length : 0;
+  t.o_row = spec.varlen ? p.seqlen_q - s.q_slot + row : row;
+  t.o_end = spec.varlen ? s.q_begin + s.q_slot : 0;
+  t.kv_row = spec.varlen ? p.seqlen_kv - t.kv_limit : 0;
+  t.kv_end = spec.varlen ? s.kv_begin + t.kv_limit : 0;
+  const i64 lse = s.batch * p.lse_batch_stride + head * p.lse_head_stride + s.q_begin + row;
+  t.lse_low = static_cast<int>(lse);
+  t.lse_high = static_cast<int>(lse >> 32);
+  return t;
+}
+
+// Rows without any key.
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE void write_empty(const Block<spec>& block, const Maps& maps, const Tile& t) {
+  if (elect()) {
+    for (int w = 0; w < spec.warpgroups; ++w) {
+      for (int c = 0; c < spec.head_dim_v; c += kChunkColumns) {
+        tma_store(maps.o, block.smem + block.kSmem.zeros,
+                  {c, t.o_row + 64 * w, t.head, t.batch, t.o_end});
+      }
+    }
+    tma_store_commit();
+  }
+  if (block.params.lse == nullptr) return;
+  float* lse = block.params.lse + (static_cast<i64>(t.lse_high) << 32 | static_cast<u32>(t.lse_low));
+  const int rows = min(t.slot_rows, spec.tile_m());
+  for (int r = threadIdx.x % 32; r < rows; r += 32) lse[r] = -infinity();
+}
+
+// Finds tiles, describes them to the other roles, and itself writes those without keys.
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE void schedule(const Block<spec>& block, const Maps& maps) {
+  const AttentionForwardParams& p = block.params;
+  const int lane = threadIdx.x % 32;
+  const int blocks = gridDim.x;
+  SlotScan scan;
+  if constexpr (spec.varlen) {
+    if (p.packed) scan_slots<spec>(p, scan);
+  }
+  int dealt = 0;  // tiles this block has had
+  int t = blockIdx.x;
+  for (int n = 0;;) {
+    Sequence s;
+    int m = 0, head = 0;
+    bool more;
+    if (spec.varlen && p.packed) {
+      int rest = 0;
+      more = find_packed<spec>(p, scan, t, s, rest);
+      if (more) {
+        const int tiles = attention_forward_ceil_div(s.q_slot, spec.tile_m());
+        head = rest / tiles;
+        m = tiles - 1 - (rest - head * tiles);
+      }
+    } else {
+      more = find_dense(p, t, s, m, head);
+    }
+    Tile tile{};
+    if (more) tile = make_tile<spec>(p, s, m, head);
+    if (more && tile.blocks == 0) {
+      write_empty(block, maps, tile);
+    } else {
+      block.wait_empty(Barrier::tile_empty, n);
+      if (lane == 0) {
+        block.tile(n) = tile;
+        block.arrive(Barrier::tile_full, n & 1);
+      }
+      __syncwarp();
+      if (!more) break;
+      ++n;
+    }
+    ++dealt;
+    if (p.tile_counter != nullptr) {
+      int taken = 0;
+      if (lane == 0) taken = atomicAdd(p.tile_counter, 1);
+      t = blocks + __shfl_sync(kWarpMask, taken, 0);
+    } else {
+      // Back and forth, so that no block always gets the longer tile of a round.
+      const int b = blockIdx.x;
+      t = dealt * blocks + (dealt % 2 == 0 ? b : blocks - 1 - b);
+    }
+  }
+  // The last block to find nothing leaves the counters as they were.
+  if (p.tile_counter != nullptr && lane == 0 && atomicAdd(p.tile_counter + 1, 1) == blocks - 1) {
+    p.tile_counter[0] = 0;
+    p.tile_counter[1] = 0;
+  }
+  tma_store_wait();
+}
+
+// ---- load role: one thread
+
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE void load(const Block<spec>& block, const Maps& maps) {
+  constexpr AttentionForwardSmem kSmem = Block<spec>::kSmem;
+  int it = 0;  // K and V block of this kernel block, counted over all tiles
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    block.wait_full(Barrier::tile_full, n);
+    int j = block.tile(n).blocks - 1;
+    if (j < 0) break;
+    const int head = block.tile(n).head;
+    const int kv_head = block.tile(n).kv_head;
+    const int batch = block.tile(n).batch;
+    const int q_row = block.tile(n).q_row;
+    const int q_end = block.tile(n).q_end;
+    const int kv_row = block.tile(n).kv_row;
+    const int kv_end = block.tile(n).kv_end;
+    block.arrive(Barrier::tile_empty, n & 1);
+
+    block.wait_empty(Barrier::q_empty, n);
+    const u32 q_full = block.barrier(Barrier::q_full, n & 1);
+    mbarrier_arrive_expect_tx(q_full, spec.tile_m() * spec.head_dim_qk * 2);
+    for (int w = 0; w < spec.warpgroups; ++w) {
+      for (int c = 0; c < spec.head_dim_qk / kChunkColumns; ++c) {
+        const u32 slot = block.smem + kSmem.q + (n & 1) * kSmem.q_slot_bytes +
+                         w * (kSmem.q_slot_bytes / spec.warpgroups) + c * (64 * kChunkRowBytes);
+        tma_load(slot, maps.q, q_full, {c * kChunkColumns, q_row + 64 * w, head, batch, q_end},
+                 kEvictFirst);
+      }
+    }
+    const auto load_block = [&](const TensorMap* map, Barrier full, Barrier empty, u32 ring,
+                                int stage_bytes, int at, int use) {
+      block.wait_empty(empty, use);
+      const u32 barrier = block.barrier(full, use & 1);
+      mbarrier_arrive_expect_tx(barrier, stage_bytes);
+      for (int c = 0; c < stage_bytes / (spec.tile_n * kChunkRowBytes); ++c) {
+        tma_load(ring + (use & 1) * stage_bytes + c * (spec.tile_n * kChunkRowBytes), map, barrier,
+                 {c * kChunkColumns, kv_row + at * spec.tile_n, kv_head, batch, kv_end}, kEvictLast);
+      }
+    };
+    const auto load_k = [&](int at, int use) {
+      load_block(maps.k, Barrier::k_full, Barrier::k_empty, block.smem + kSmem.k,
+                 kSmem.k_stage_bytes, at, use);
+    };
+    const auto load_v = [&](int at, int use) {
+      load_block(maps.v, Barrier::v_full, Barrier::v_empty, block.smem + kSmem.v,
+                 kSmem.v_stage_bytes, at, use);
+    };
+    // V is needed one step after its K.
+    load_k(j, it);
+#pragma unroll 1
+    for (; j > 0; --j, ++it) {
+      load_k(j - 1, it + 1);
+      load_v(j, it);
+    }
+    load_v(0, it++);
+  }
+}
+
+// ---- mma role: one warpgroup
+
+// Flips the signs of packed values where `sign` has their sign bits.
+template <int steps>
+ONCHIP_DEVICE void negate_fragments(u32 (&a)[steps][4], u32 sign) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[k][i] ^= sign;
+  }
+}
+
+// S = Q K^T
+template <AttentionForwardSpec spec, int steps>
+ONCHIP_DEVICE void issue_qk(float (&s)[spec.tile_n / 2], const u32 (&q)[steps][4], u32 q_descriptor,
+                            u32 k_descriptor) {
+  using Product = Wgmma<spec.tile_n, spec.bf16>;
+#pragma unroll
+  for (int k = 0; k < spec.head_dim_qk / 16; ++k) {
+    const u32 b = k_descriptor + descriptor_step_k_major(k, spec.tile_n);
+    if constexpr (spec.q_in_registers) {
+      Product::rs(s, q[k], b, k != 0);
+    } else {
+      Product::ss(s, q_descriptor + descriptor_step_k_major(k, 64), b, k != 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// O += P V. P was rounded to the input type: its error is the one that every 16-bit P V has.
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE void issue_pv(float (&o)[spec.head_dim_v / 2], const u32 (&p)[spec.tile_n / 16][4],
+                            u32 v_descriptor) {
+#pragma unroll
+  for (int k = 0; k < spec.tile_n / 16; ++k) {
+    Wgmma<spec.head_dim_v, spec.bf16>::rs_mn(o, p[k], v_descriptor + descriptor_step_mn_major(k), 1);
+  }
+  wgmma_commit_group();
+}
+
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
+  constexpr AttentionForwardSmem kSmem = Block<spec>::kSmem;
+  constexpr int kN = spec.tile_n;
+  constexpr int kQSteps = spec.q_in_registers ? spec.head_dim_qk / 16 : 1;
+  constexpr int kSlabBytes = kSmem.q_slot_bytes / spec.warpgroups;  // a warpgroup's part of a Q slot
+  // A warpgroup may have to pass over the first block of a tile, never over two: the V of a second
+  // could only be loaded after products that this warpgroup issues later.
+  static_assert(64 * (spec.warpgroups - 1) <= kN);
+  const AttentionForwardParams& p = block.params;
+  const int w = block.role - static_cast<int>(Role::mma);
+  const int thread = threadIdx.x % 128;
+  const int lane = threadIdx.x % 32;
+  const float c = p.scale_log2;
+  const u32 q_slab = block.smem + kSmem.q + w * kSlabBytes;
+  const u32 q_descriptor = descriptor_low(q_slab, 0);
+  const u32 k_descriptor = descriptor_low(block.smem + kSmem.k, 0);
+  const u32 v_descriptor = descriptor_low(block.smem + kSmem.v, kN * kChunkRowBytes);
+
+  float s[kN / 2];                 // scores, then probabilities, of one block
+  u32 probabilities[kN / 16][4];   // of the block before
+  float o[spec.head_dim_v / 2];
+  u32 q[kQSteps][4];
+  SoftmaxState state;
+  int it = 0;  // running block number: its ring slot and parity
+
+  const auto release = [&](Barrier kind, int n) {
+    if (lane == 0) block.arrive(kind, n & 1);
+  };
+  const auto turn_begin = [&] {
+    if constexpr (spec.turn_taking) named_barrier_sync(kTurn + w, 256);
+  };
+  const auto turn_end = [&] {
+    if constexpr (spec.turn_taking) {
+      named_barrier_arrive(kTurn + (w + 1 == spec.warpgroups ? 0 : w + 1), 256);
+    }
+  };
+  if (spec.turn_taking && w == spec.warpgroups - 1) turn_end();
+
+  const auto mask_block = [&](int n, int j) {
+    const int limit = block.tile(n).kv_limit;
+    int limit0 = limit, limit1 = limit;
+    if constexpr (spec.causal) {
+      const int seen = block.tile(n).diagonal + 64 * w + accumulator_row(thread);
+      limit0 = min(limit, seen);
+      limit1 = min(limit, seen + 8);
+    }
+    const int column = j * kN + accumulator_column(thread);
+    mask_columns(s, limit0 - column, limit1 - column);
+  };
+  // S of block j and, under it, O += P V of block j + 1; then the softmax of S.
+  const auto step = [&](auto masked, int n, int j) {
+    block.wait_full(Barrier::k_full, it + 1);
+    turn_begin();
+    pin(s);
+    pin(probabilities);
+    pin(o);
+    pin(q);
+    wgmma_fence();
+    issue_qk<spec>(s, q, q_descriptor + (n & 1) * (kSmem.q_slot_bytes >> 4),
+                   k_descriptor + ((it + 1) & 1) * (kSmem.k_stage_bytes >> 4));
+    block.wait_full(Barrier::v_full, it);
+    rescale(o, state);  // for the block before, under the product just issued
+    pin(o);
+    wgmma_fence();
+    issue_pv<spec>(o, probabilities, v_descriptor + (it & 1) * (kSmem.v_stage_bytes >> 4));
+    turn_end();
+    wgmma_wait_group<1>();
+    pin(s);
+    release(Barrier::k_empty, it + 1);
+    if constexpr (masked.value) mask_block(n, j);
+    softmax_block<false, masked.value>(s, state, c);
+    wgmma_wait_group<0>();
+    pin(o);
+    pin(probabilities);
+    release(Barrier::v_empty, it);
+    pack_accumulator<spec.bf16>(probabilities, s);
+    ++it;
+  };
+  // Blocks of the tile; those below `full` need no mask. 0: no more tiles.
+  const auto take_tile = [&](int n, int& full) {
+    block.wait_full(Barrier::tile_full, n);
+    int blocks = uniform(block.tile(n).blocks);
+    full = blocks;
+    if constexpr (spec.causal) {
+      if (blocks == 0) return 0;
+      const int limit = uniform(block.tile(n).kv_limit);
+      const int seen = uniform(block.tile(n).diagonal) + 64 * w;  // by the first row
+      full = max(min(limit, seen), 0) / kN;
+      // The tile's first block may lie beyond this warpgroup's last row.
+      if (blocks > 1 && min(limit, seen + 63) <= (blocks - 1) * kN) {
+        block.wait_full(Barrier::k_full, it);
+        release(Barrier::k_empty, it);
+        block.wait_full(Barrier::v_full, it);
+        release(Barrier::v_empty, it);
+        turn_begin();
+        turn_end();
+        ++it;
+        --blocks;
+      }
+    }
+    return blocks;
+  };
+  const auto take_q = [&](int n) {
+    block.wait_full(Barrier::q_full, n);
+    const u32 slab = q_slab + (n & 1) * kSmem.q_slot_bytes;
+    if constexpr (spec.q_in_registers) {
+      load_fragments(q, slab, thread);
+      negate_fragments(q, p.q_sign);
+      pin(q);
+    } else if (p.q_sign != 0) {
+#pragma unroll
+      for (int k = 0; k < spec.head_dim_qk / 16; ++k) {
+        load_fragment(q[0], slab, thread, k);
+        negate_fragments(q, p.q_sign);
+        store_fragment(slab, thread, k, q[0]);
+      }
+      fence_proxy_async_shared();
+      named_barrier_sync(kWarpgroup + w, 128);
+    }
+    block.wait_full(Barrier::k_full, it);
+  };
+  const auto first_softmax = [&](int n, int j) {
+    wgmma_wait_group<0>();
+    pin(s);
+    pin(q);
+    release(Barrier::k_empty, it);
+    mask_block(n, j);
+    softmax_block<true, true>(s, state, c);
+    pack_accumulator<spec.bf16>(probabilities, s);
+  };
+  // Divide by the sum; lse; O through this warpgroup's own Q slab.
+  const auto finish_tile = [&](int n) {
+    const int live_rows = block.tile(n).live_rows;
+    const int row = 64 * w + accumulator_row(thread);
+    float inverse[2];
+    bool live[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = row_sum(state.sum[r]);
+      live[r] = sum != 0.0f && row + 8 * r < live_rows;
+      inverse[r] = live[r] ? __fdividef(1.0f, sum) : 0.0f;
+      if (p.lse != nullptr && lane % 4 == 0 &&
+          row + 8 * r < block.tile(n).slot_rows) {
+        constexpr float kLn2 = 0.693147180559945f;
+        const i64 at = static_cast<i64>(block.tile(n).lse_high) << 32 |
+                       static_cast<u32>(block.tile(n).lse_low);
+        p.lse[at + row + 8 * r] =
+            live[r] ? (state.maximum[r] * c + lg2(sum)) * kLn2 : -infinity();
+      }
+    }
+    const u32 slab = q_slab + (n & 1) * kSmem.q_slot_bytes;
+#pragma unroll
+    for (int k = 0; k < spec.head_dim_v / 16; ++k) {
+      u32 packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // A select: a row without keys may hold 0 * NaN.
+        const float x = o[8 * k + 2 * i] * inverse[i % 2], y = o[8 * k + 2 * i + 1] * inverse[i % 2];
+        packed[i] = live[i % 2] ? pack<spec.bf16>(x, y) : 0u;
+      }
+      store_fragment(slab, thread, k, packed);
+    }
+    fence_proxy_async_shared();
+    named_barrier_sync(kWarpgroup + w, 128);
+    if (thread == 0) {
+#pragma unroll
+      for (int chunk = 0; chunk < spec.head_dim_v / kChunkColumns; ++chunk) {
+        tma_store(maps.o, slab + chunk * (64 * kChunkRowBytes),
+                  {chunk * kChunkColumns, block.tile(n).o_row + 64 * w,
+                   block.tile(n).head, block.tile(n).batch,
+                   block.tile(n).o_end});
+      }
+      tma_store_commit();
+    }
+    release(Barrier::tile_empty, n);
+  };
+
+  int full = 0;
+  int j = take_tile(0, full) - 1;
+  if (j < 0) return;
+  take_q(0);
+  pin(s);
+  wgmma_fence();
+  issue_qk<spec>(s, q, q_descriptor, k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
+  first_softmax(0, j);
+  for (int n = 0;; ++n) {
+#pragma unroll
+    for (int i = 0; i < spec.head_dim_v / 2; ++i) o[i] = 0.0f;
+    if constexpr (spec.causal) {
+#pragma unroll 1
+      for (; j > full && j > 0; --j) step(Constant<true>{}, n, j - 1);
+    }
+#pragma unroll 1
+    for (; j > 0; --j) step(Constant<false>{}, n, j - 1);
+
+    // The tile's last O += P V and the next tile's first S.
+    // NOTE(codegen): everything is decided before the two products are issued, and the last tile
+    // has its own path: ptxas serialises products with a branch between them (C7514; nvcc 13.0).
+    rescale(o, state);
+    const int last = it++;
+    j = take_tile(n + 1, full) - 1;
+    if (j < 0) {
+      block.wait_full(Barrier::v_full, last);
+      pin(o);
+      pin(probabilities);
+      wgmma_fence();
+      issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
+      wgmma_wait_group<0>();
+      pin(o);
+      finish_tile(n);
+      break;
+    }
+    take_q(n + 1);
+    block.wait_full(Barrier::v_full, last);
+    pin(o);
+    pin(probabilities);
+    pin(s);
+    wgmma_fence();
+    issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
+    issue_qk<spec>(s, q, q_descriptor + ((n + 1) & 1) * (kSmem.q_slot_bytes >> 4),
+                   k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
+    wgmma_wait_group<1>();
+    pin(o);
+    pin(probabilities);
+    release(Barrier::v_empty, last);
+    finish_tile(n);
+    first_softmax(n + 1, j);
+    if (thread == 0) {  // O has left the slot
+      tma_store_wait_read();
+      block.arrive(Barrier::q_empty, n & 1);
+    }
+    // NOTE(codegen): without it ptxas takes the loop for divergent and moves descriptors to
+    // uniform registers before every product; nvcc 13.0, noticed by R2UR in tests/resources.
+    __syncwarp();
+  }
+  if (thread == 0) tma_store_wait();
+}
+
+// ---- entry
+
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE void attention_forward(const Maps& maps, const AttentionForwardParams& params,
+                                     unsigned char* memory) {
+  const i64 begin = clock64();
+  const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
+  const u32 smem = shared_address(memory);
+  Block<spec> block{params, smem, reinterpret_cast<Tile*>(memory + Block<spec>::kSmem.tiles),
+                    static_cast<int>(Role::mma) + warpgroup - 1};
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = 4 * spec.warpgroups;
+    constexpr int kArrivals[] = {1, spec.warpgroups, 1, kWarps, 1, kWarps, 1, kWarps + 1};
+    for (int i = 0; i < 2 * static_cast<int>(Barrier::count); ++i) {
+      mbarrier_init(block.barrier(Barrier{}, i), kArrivals[i / 2]);
+    }
+    fence_mbarrier_init();
+  }
+  for (int i = threadIdx.x; i < 64 * kChunkRowBytes / 16; i += blockDim.x) {
+    st_shared(smem + block.kSmem.zeros + 16 * i, 0, 0, 0, 0);
+  }
+  fence_proxy_async_shared();
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    setmaxnreg_dec<attention_forward_producer_registers(spec)>();
+    if (warp == 0) {
+      block.role = static_cast<int>(Role::load);
+      if (elect()) load(block, maps);
+    } else if (warp == 1) {
+      block.role = static_cast<int>(Role::schedule);
+      schedule(block, maps);
+    }
+  } else {
+    setmaxnreg_inc<attention_forward_mma_registers(spec)>();
+    multiply(block, maps);
+    if (params.longest_block != nullptr && threadIdx.x % 128 == 0) {
+      atomicMax(params.longest_block, static_cast<u64>(clock64() - begin));
+    }
+  }
+}
+
+}  // namespace onchip::sm90
+
+#ifdef ONCHIP_ATTENTION_FORWARD_SPEC
+inline constexpr onchip::sm90::AttentionForwardSpec kSpec = {ONCHIP_ATTENTION_FORWARD_SPEC};
+
+extern "C" __global__ void __launch_bounds__(onchip::sm90::attention_forward_threads(kSpec), 1)
+    onchip_attention_forward(const __grid_constant__ onchip::tile::TensorMap q,
+                             const __grid_constant__ onchip::tile::TensorMap k,
+                             const __grid_constant__ onchip::tile::TensorMap v,
+                             const __grid_constant__ onchip::tile::TensorMap o,
+                             const __grid_constant__ onchip::sm90::AttentionForwardParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  onchip::sm90::attention_forward<kSpec>({&q, &k, &v, &o}, params, shared_memory);
+}
+#endif
