@@ -5,7 +5,16 @@ Public reports: flash-attention #334, #41, #1052.
 
 import numpy as np
 import pytest
-from harness import BFLOAT16, DTYPES, check, draw_qkv, dtype_name
+from harness import (
+    BACKWARD_BACKENDS,
+    BFLOAT16,
+    DTYPES,
+    backward,
+    check,
+    check_forward,
+    draw_qkv,
+    dtype_name,
+)
 from oracle import compare
 
 
@@ -25,10 +34,12 @@ def test_three_sigma_inputs_at_length_1024(backend):
 
 def test_everything_is_a_thousand(backend):
     q = np.full((1, 512, 1, 32), 1000, BFLOAT16)
-    o, lse, gradients = check(backend, q, q, q)
+    o, lse = check_forward(backend, q, q, q)
     compare.assert_bitwise("o", o, q)
     assert np.isfinite(lse).all()
-    if gradients is not None:
+    if backend in BACKWARD_BACKENDS:
+        # lse is near 6e6, where fp32 has a spacing of 0.5: P = exp(S - lse) is good to a factor only.
+        gradients = backward(backend, q, q, q, q, o, lse)
         assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:3])
 
 

@@ -51,7 +51,7 @@ def test_a_wrong_max_seqlen_changes_nothing(backend, hint):
 
 
 @pytest.mark.parametrize(
-    "cu", [[0, 7, 5, 10], [0, 5, 11], [1, 5, 10], [-1, 5, 10], [0, 5, 2**40]], ids=str
+    "cu", [[0, 7, 5, 10], [0, 5, 11], [-1, 5, 10], [0, 5, 2**40], [11, 11, 11]], ids=str
 )
 @pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_kv"])
 def test_impossible_boundaries_are_refused(backend, which, cu):
@@ -104,6 +104,16 @@ def test_slack_rows_are_zero_and_never_read(backend, dtype):
         assert not gradients.dq[~used_q].astype(np.float64).any()
         assert not gradients.dk[~used_kv].astype(np.float64).any()
         assert not gradients.dv[~used_kv].astype(np.float64).any()
+
+
+def test_rows_before_between_and_after_the_sequences(backend):
+    rng = np.random.default_rng(10)
+    q, k, v = (draw(rng, (20, 2, 8), np.float32) for _ in range(3))
+    o, lse, _ = check(
+        backend, q, k, v, cu_seqlens_q=np.array([2, 9, 15], np.int32), cu_seqlens_kv=np.array([1, 1, 12], np.int32)
+    )
+    outside = np.r_[0:2, 15:20]
+    assert not o[outside].any() and np.isneginf(lse[:, outside]).all()
 
 
 def test_used_lengths_of_a_dense_batch(backend):
