@@ -36,30 +36,12 @@ enum class CuFunctionAttribute : std::int32_t { max_dynamic_shared_size_bytes = 
 enum class CuCaptureMode : std::int32_t { global = 0, thread_local_ = 1, relaxed = 2 };
 enum class CuCaptureStatus : std::int32_t { none = 0, active = 1, invalidated = 2 };
 
-enum class CuLaunchAttributeId : std::int32_t {
-  cluster_dimension = 4,
-  programmatic_stream_serialization = 6,
-};
-
-struct CuLaunchAttribute {
-  CuLaunchAttributeId id;
-  std::int32_t pad;
-  union {
-    unsigned char bytes[64];
-    struct {
-      std::uint32_t x, y, z;
-    } cluster;
-    std::int32_t flag;
-  } value;
-};
-static_assert(sizeof(CuLaunchAttribute) == 72);
-
 struct CuLaunchConfig {
   std::uint32_t grid_x, grid_y, grid_z;
   std::uint32_t block_x, block_y, block_z;
   std::uint32_t dynamic_shared_bytes;
   CuStream stream;
-  CuLaunchAttribute* attributes;
+  void* attributes;
   std::uint32_t num_attributes;
 };
 static_assert(sizeof(void*) == 8 && sizeof(CuLaunchConfig) == 56);
