@@ -1,8 +1,7 @@
 #include <onchip/onchip.h>
 // A second inclusion must be harmless.
+// NOLINTNEXTLINE(readability-duplicate-include)
 #include <onchip/onchip.h>
 
 static_assert(__cplusplus >= 202002L);
-
-const char* use_header_from_cxx();
-const char* use_header_from_cxx() { return onchip_version(); }
+static_assert(ONCHIP_VERSION_MAJOR >= 0);
