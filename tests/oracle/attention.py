@@ -19,10 +19,15 @@ from .philox import dropout_keep, dropout_threshold
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Products and sums run in `products`; each named intermediate is stored as `stored`."""
+    """Products and sums run in `products`; each named intermediate is stored as `stored`.
+
+    `lse` is the dtype in which lse travels from forward to backward, which has P = exp(S - lse) from
+    it, and is rounded the worst way there; None: the backward knows P itself.
+    """
 
     products: np.dtype
     stored: np.dtype
+    lse: np.dtype | None = None
 
     def load(self, x):
         return np.asarray(x).astype(self.products)
@@ -180,7 +185,7 @@ class _Forward:
     lse: np.ndarray
 
 
-def _forward_sequence(q, k, v, sequence, options, arithmetic):
+def _forward_sequence(q, k, v, sequence, options, arithmetic, for_backward=False):
     num_heads_q, head_dim = q.shape[-2:]
     group = num_heads_q // max(k.shape[-2], 1)
     heads_first = (1, 0, 2)
@@ -222,6 +227,11 @@ def _forward_sequence(q, k, v, sequence, options, arithmetic):
         total = weights.sum(axis=2, keepdims=True)
         lse = (np.log(total) + shift)[:, :, 0]
         probabilities = np.where(total == 0, 0, weights / np.where(total == 0, 1, total))
+        if for_backward and arithmetic.lse is not None:
+            # Rounding lse moves it by up to half its spacing, and every P of the row by that factor;
+            # from 1/2 on (lse beyond 2^23) P has no digit left to speak of.
+            half = np.minimum(np.spacing(np.abs(lse.astype(arithmetic.lse))) / 2, 0.5)[:, :, None]
+            probabilities = np.where(total == 0, 0, np.exp(columns - lse[:, :, None] + half))
     # A NaN logit makes its row NaN, not its excluded entries.
     p = arithmetic.round(np.where(visible, probabilities[:, :, :-1], 0))
     p_sink = None if options.sink is None else probabilities[:, :, -1]
@@ -272,7 +282,7 @@ def attention_backward(d_o, q, k, v, *, d_lse=None, arithmetic=EXACT, **options)
         return x.reshape(num_heads_kv, group, *x.shape[1:]).sum(axis=1).transpose(1, 0, 2)
 
     for sequence in sequences(q, k, options):
-        forward = _forward_sequence(q, k, v, sequence, options, arithmetic)
+        forward = _forward_sequence(q, k, v, sequence, options, arithmetic, for_backward=True)
         d_o_n = arithmetic.load(d_o[sequence.q_rows]).transpose(1, 0, 2)
         p, visible = forward.p, forward.visible
         seen_by_key = visible.transpose(0, 2, 1)

@@ -22,9 +22,9 @@ class Disagreement(AssertionError):
 
 
 def plain_arithmetic(dtype):
-    """Every intermediate stored in `dtype`, products and sums in fp32 (fp64 for fp64)."""
+    """Every intermediate stored in `dtype`, products, sums and lse in fp32 (fp64 for fp64)."""
     dtype = np.dtype(dtype)
-    return Arithmetic(FLOAT64 if dtype == FLOAT64 else FLOAT32, dtype)
+    return Arithmetic(lse_dtype(dtype), dtype, lse_dtype(dtype))
 
 
 def lse_dtype(dtype):

@@ -21,10 +21,8 @@ from oracle import compare
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_softmax_over_one_token(backend, dtype):
     q, k, v = draw_qkv(np.random.default_rng(1), dtype, 2, 1, dims=(16, 16), size=3)
-    o, _, gradients = check(backend, q, k, v, d_o=v)
+    o, _, _ = check(backend, q, k, v, d_o=v)
     compare.assert_bitwise("o", o, v)
-    if gradients is not None:
-        compare.assert_bitwise("dv", gradients.dv, v)
 
 
 def test_three_sigma_inputs_at_length_1024(backend):
