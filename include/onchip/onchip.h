@@ -267,6 +267,31 @@ ONCHIP_API onchip_status onchip_describe(char* text, size_t capacity, size_t* le
 ONCHIP_API onchip_status onchip_set_num_threads(int32_t num_threads);
 ONCHIP_API int32_t onchip_get_num_threads(void);
 
+/* ---- GPU kernels ahead of their first call -------------------------------------------------------
+ *
+ * A GPU kernel is compiled at its first use and kept on disk (docs/settings.md, ONCHIP_CACHE_DIR).
+ * These do it ahead of time for the registered ones: a kernel, the values it is compiled for, an
+ * architecture. `filter` picks those whose name contains it; NULL or "" picks all. No GPU is needed,
+ * only NVRTC. Text is JSON, same buffer rule as onchip_explain. */
+
+/* {"kernels": [{"name", "kernel", "architecture", "spec": {field: value}}]}. Compiles nothing. */
+ONCHIP_API onchip_status onchip_kernels_list(const char* filter, char* text, size_t capacity,
+                                             size_t* length);
+
+/* Compiles them into the kernel cache. Fails with ONCHIP_UNSUPPORTED where nothing can be kept. */
+ONCHIP_API onchip_status onchip_kernels_warm(const char* filter);
+
+/* {"kernels": [{"name", "origin", "compiler", "registers", "spill_store_bytes", "spill_load_bytes",
+ * "stack_bytes", "static_shared_bytes", "dynamic_shared_bytes", "barriers", "advisories",
+ * "cubin_bytes"}]}: origin is "archive", "disk" or "compiler"; advisories counts the compiler's notes
+ * on lost performance (wgmma serialised, ...). */
+ONCHIP_API onchip_status onchip_kernels_resources(const char* filter, char* text, size_t capacity,
+                                                  size_t* length);
+
+/* Writes them to an archive file at `path`. The library reads the file onchip_kernels.bin in its own
+ * folder: kernels in it need no NVRTC. */
+ONCHIP_API onchip_status onchip_kernels_build(const char* filter, const char* path);
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

@@ -3,32 +3,11 @@
 
 #include "core/settings.hpp"
 #include "core/thread_pool.hpp"
+#include "ops/json.hpp"
+#include "ops/kernels.hpp"
 #include "ops/operators.hpp"
 
 namespace onchip::ops {
-
-namespace {
-
-std::string quoted(std::string_view text) {
-  constexpr char kHex[] = "0123456789abcdef";
-  std::string result = "\"";
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') {
-      result += '\\';
-      result += c;
-    } else if (byte < 0x20 || byte == 0x7f) {
-      result += "\\u00";
-      result += kHex[byte >> 4];
-      result += kHex[byte & 15];
-    } else {
-      result += c;
-    }
-  }
-  return result + "\"";
-}
-
-}  // namespace
 
 std::string explain(onchip_operator op, const void* args) {
   switch (op) {
@@ -45,23 +24,24 @@ std::string explain(onchip_operator op, const void* args) {
 
 std::string describe() {
   std::string json = "{\"version\": ";
-  json += quoted(onchip_version());
+  json += json_string(onchip_version());
 #if defined(__clang__)
-  json += ", \"compiler\": " + quoted("clang " __clang_version__);
+  json += ", \"compiler\": " + json_string("clang " __clang_version__);
 #elif defined(__GNUC__)
-  json += ", \"compiler\": " + quoted("gcc " __VERSION__);
+  json += ", \"compiler\": " + json_string("gcc " __VERSION__);
 #endif
   json += ", \"threads\": {\"in_use\": " + std::to_string(num_threads()) +
           ", \"available_cpus\": " + std::to_string(available_cpus()) + "}";
   json += ", \"backends\": [{\"name\": \"reference\", \"available\": true, \"detail\": " +
-          quoted("fp64 loops on the CPU") + "}]";
+          json_string("fp64 loops on the CPU") + "}]";
+  json += ", \"gpu\": " + describe_gpu();
   json += ", \"settings\": [";
   bool first = true;
   for (const SettingRow& row : setting_rows()) {
     if (!first) json += ", ";
     first = false;
-    json += "{\"name\": " + quoted(row.name) + ", \"value\": " + quoted(row.value) +
-            ", \"origin\": " + quoted(row.origin) + "}";
+    json += "{\"name\": " + json_string(row.name) + ", \"value\": " + json_string(row.value) +
+            ", \"origin\": " + json_string(row.origin) + "}";
   }
   json += "], \"setting_problems\": [";
   first = true;
@@ -70,7 +50,7 @@ std::string describe() {
     if (problem.empty()) continue;
     if (!first) json += ", ";
     first = false;
-    json += quoted(problem);
+    json += json_string(problem);
   }
   return json + "]}";
 }

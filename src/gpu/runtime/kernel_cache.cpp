@@ -179,6 +179,11 @@ std::shared_ptr<const CachedImage> KernelCache::make_image(const KernelSource& s
   return result;
 }
 
+bool KernelCache::disk_has(const CachedImage& image) {
+  KernelImage kept;
+  return disk_.find(image.image.identity, image.image.compiler, kept);
+}
+
 // ---- loading
 
 CuFunction KernelCache::function(const Driver& driver, const DeviceFacts& device,

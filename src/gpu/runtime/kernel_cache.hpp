@@ -82,6 +82,9 @@ class KernelCache {
   CuFunction function(const Driver& driver, const DeviceFacts& device, const ContextScope& context,
                       const KernelSpec& spec, CuStream stream);
 
+  // Whether later processes will find the image on disk.
+  bool disk_has(const CachedImage& image);
+
   struct Counts {
     std::uint64_t archive = 0;
     std::uint64_t disk = 0;
