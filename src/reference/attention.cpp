@@ -395,13 +395,13 @@ class BackwardWorker {
       const double kept = kept_scale(problem_, n, head, i, pair.j);
       const double dp = kept * dot(d_o_row_, keys_.v(pair.j), dim_v);
       double ds = p * (dp - delta + d_lse);
-      if (dbias_ != nullptr) dbias_[dbias_index(problem_, n, head, i, pair.j)] += ds;
+      if (problem_.dbias.wanted) dbias_[dbias_index(problem_, n, head, i, pair.j)] += ds;
       ds *= pair.softcap_slope * problem_.options.scale;
       add_scaled(ds, keys_.k(pair.j), dim_qk, dq_row_);
       add_scaled(ds, q_row_, dim_qk, dk_ + pair.j * dim_qk);
       add_scaled(p * kept, d_o_row_, dim_v, dv_ + pair.j * dim_v);
     }
-    if (dsink_ != nullptr) {
+    if (problem_.dsink.wanted) {
       const double sink = sink_logit(problem_, n, head);
       if (sink != kMinusInfinity) {
         dsink_[n * problem_.num_heads_q + head] += std::exp(sink - lse) * (d_lse - delta);
@@ -535,8 +535,8 @@ void run_attention_backward(const BackendPlan& plan, const AttentionBackwardProb
   double* shared = as_doubles(context.workspace);
   double* workers = shared + plan.words[kSharedDoubles];
   std::fill_n(shared, plan.words[kSharedDoubles], 0.0);
-  double* dbias = problem.dbias.wanted ? shared : nullptr;
-  double* dsink = problem.dsink.wanted ? shared + dbias_count(problem) : nullptr;
+  double* dbias = shared;
+  double* dsink = shared + dbias_count(problem);
 
   const BackwardTasks tasks(problem);
   parallel_for(tasks.count(), planned_workers(plan),
@@ -551,8 +551,8 @@ void run_attention_backward(const BackendPlan& plan, const AttentionBackwardProb
                    }
                  }
                });
-  if (dbias != nullptr) store_dbias(problem, dbias);
-  if (dsink != nullptr) store_dsink(problem, dsink);
+  if (problem.dbias.wanted) store_dbias(problem, dbias);
+  if (problem.dsink.wanted) store_dsink(problem, dsink);
   clear_slack_rows(problem, RowAxis::q, problem.dq, problem.num_heads_q, problem.head_dim_qk);
   clear_slack_rows(problem, RowAxis::kv, problem.dk, problem.num_heads_kv, problem.head_dim_qk);
   clear_slack_rows(problem, RowAxis::kv, problem.dv, problem.num_heads_kv, problem.head_dim_v);
