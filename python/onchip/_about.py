@@ -1,0 +1,56 @@
+"""What the library says about itself and about a call."""
+
+import inspect
+import json
+from typing import Any
+
+from onchip import _calls, _native, ops
+from onchip.errors import InvalidArgument
+
+_OPERATORS = {
+    op.name: (getattr(ops, op.name), op)
+    for op in (_calls.ATTENTION_FORWARD, _calls.ATTENTION_BACKWARD, _calls.MERGE)
+}
+
+
+def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
+    """Which backend and kernel would take a call, why each other one would not, how much workspace
+    it needs, and which arrays Python would copy first.
+
+    op_name: "attention_forward", "attention_backward" or "merge". The other arguments are the
+    operator's own, with an `ArraySpec` in place of any array whose values do not exist yet. Values
+    of large arrays are not looked at; those of cu_seqlens, seqlens and dropout_rng in host memory
+    are.
+
+    A call that breaks the contract raises InvalidArgument, as the operator would. One that no
+    backend takes does not raise: the text has the reasons.
+    """
+    if op_name not in _OPERATORS:
+        raise InvalidArgument(
+            f"explain: op_name: got {op_name!r}, wanted one of {', '.join(_OPERATORS)}"
+        )
+    function, op = _OPERATORS[op_name]
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return _calls.explain(op, bound.arguments)
+
+
+def describe() -> dict[str, Any]:
+    """The library: version, compiler, backends with availability and reason, threads, settings with
+    their values and origin."""
+    described: dict[str, Any] = json.loads(_native.describe())
+    return described
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads that CPU backends use at most, the caller's included; results never depend on it.
+
+    0 restores the start value: ONCHIP_NUM_THREADS, else the number of CPUs this process may use.
+    Raises InvalidArgument if negative or above 1024.
+    """
+    _native.set_num_threads(num_threads)
+
+
+def get_num_threads() -> int:
+    """Threads that CPU backends use at most, the caller's included."""
+    return _native.get_num_threads()

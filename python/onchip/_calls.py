@@ -1,0 +1,189 @@
+"""From the arguments of an operator in Python to a call of the C library, and back."""
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from onchip import _native
+from onchip._kinds import CPU, Kind, kind_of, result_kind_of
+from onchip.errors import InvalidArgument
+
+Arguments = dict[str, Any]
+Views = Mapping[str, _native.Tensor]
+
+
+class Output(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Operator(NamedTuple):
+    name: str
+    # The first decides the library and device of the results.
+    arrays: tuple[str, ...]
+    optional_arrays: tuple[str, ...]
+    # Also arrays, or sequences of integers, which become int64 arrays in host memory.
+    integer_arrays: tuple[str, ...]
+    outputs: Callable[[Views], list[Output]]
+
+
+def _lse_shape(q: _native.Tensor) -> tuple[int, ...]:
+    """Of a rank that attention does not take, anything: q itself is refused before it is looked
+    at."""
+    shape = q.shape
+    if len(shape) == 4:
+        return (shape[0], shape[2], shape[1])
+    if len(shape) == 3:
+        return (shape[1], shape[0])
+    return ()
+
+
+def _like(name: str, view: _native.Tensor) -> Output:
+    return Output(name, view.shape, view.dtype)
+
+
+def _forward_outputs(views: Views) -> list[Output]:
+    q, v = views["q"], views["v"]
+    lse_dtype = "float64" if q.dtype == "float64" else "float32"
+    return [
+        Output("o", q.shape[:-1] + v.shape[-1:], q.dtype),
+        Output("lse", _lse_shape(q), lse_dtype),
+    ]
+
+
+def _backward_outputs(views: Views) -> list[Output]:
+    return [
+        _like("d" + name, views[name]) for name in ("q", "k", "v", "bias", "sink") if name in views
+    ]
+
+
+def _merge_outputs(views: Views) -> list[Output]:
+    return [_like("o", views["o1"]), _like("lse", views["lse1"])]
+
+
+_OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "q_segment_ids", "kv_segment_ids", "sink")
+_OPTION_INTEGERS = ("dropout_rng", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_q", "seqlens_kv")
+
+ATTENTION_FORWARD = Operator(
+    "attention_forward", ("q", "k", "v"), _OPTION_ARRAYS, _OPTION_INTEGERS, _forward_outputs
+)
+ATTENTION_BACKWARD = Operator(
+    "attention_backward",
+    ("q", "d_o", "k", "v", "o", "lse"),
+    ("d_lse", *_OPTION_ARRAYS),
+    _OPTION_INTEGERS,
+    _backward_outputs,
+)
+MERGE = Operator("merge", ("o1", "lse1", "o2", "lse2"), (), (), _merge_outputs)
+
+
+def _integers(op: Operator, name: str, value: Any) -> Any:
+    """Sequences of integers as an int64 array; anything else as it is."""
+    if not isinstance(value, (list, tuple, range)):
+        return value
+    try:
+        return array("q", value)
+    except (TypeError, OverflowError) as error:
+        raise InvalidArgument(
+            f"{op.name}: {name}: got a {type(value).__name__} ({error}), "
+            "wanted integers of 64 bits or an integer array"
+        ) from None
+
+
+def _split_window(op: Operator, arguments: Arguments) -> None:
+    window = arguments.pop("window", None)
+    if window is None:
+        return
+    try:
+        arguments["window_left"], arguments["window_right"] = window
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"{op.name}: window: got {window!r}, wanted (left, right), -1 for no bound"
+        ) from None
+
+
+class Prepared(NamedTuple):
+    call: _native.Call
+    stream: int
+    outputs: list[Output]
+    # What had to be copied, as explain says it: "q (innermost stride 64)".
+    copies: list[str]
+
+
+def _readable(
+    op: Operator, name: str, kind: Kind, value: Any, stream: int, copies: list[str], dry: bool
+) -> _native.Tensor:
+    """The array's memory in a layout that the C library takes."""
+    view = kind.view(op.name, name, value, stream)
+    if view.layout_problem is None:
+        return view
+    copies.append(f"{name} ({view.layout_problem})")
+    if dry:
+        return _native.shape(op.name, name, view.shape, view.dtype, *view.device)
+    if view.device[0] == CPU:
+        return view.contiguous()
+    return kind.view(op.name, name, kind.contiguous(value), stream)
+
+
+def _prepare(op: Operator, arguments: Arguments, dry: bool) -> Prepared:
+    """The C call with every input in place and a shape for each output.
+
+    dry: the call will not be run, so no large array is copied.
+    """
+    arguments = dict(arguments)
+    _split_window(op, arguments)
+    first = op.arrays[0]
+    stream = kind_of(arguments[first]).stream(arguments[first])
+    copies: list[str] = []
+    views: dict[str, _native.Tensor] = {}
+    for name in op.arrays + op.optional_arrays:
+        value = arguments.pop(name)
+        if value is None and name in op.optional_arrays:
+            continue
+        views[name] = _readable(op, name, kind_of(value), value, stream, copies, dry)
+    for name in op.integer_arrays:
+        value = _integers(op, name, arguments.pop(name))
+        if value is None:
+            continue
+        # Their values are facts that a plan looks at, so they are copied even in a dry call.
+        views[name] = _readable(op, name, kind_of(value), value, stream, copies, False)
+    outputs = op.outputs(views)
+    device = views[first].device
+    for output in outputs:
+        views[output.name] = _native.shape(
+            op.name, output.name, output.shape, output.dtype, *device
+        )
+    return Prepared(_native.Call(op.name, {**arguments, **views}), stream, outputs, copies)
+
+
+def run(op: Operator, arguments: Arguments) -> dict[str, Any]:
+    """Runs the call; its results by name."""
+    first = op.arrays[0]
+    example = arguments[first]
+    kind = result_kind_of(op.name, first, example)
+    prepared = _prepare(op, arguments, dry=False)
+    call = prepared.call
+    # Planned with shapes in place of outputs: a call that is refused allocates nothing.
+    call.plan()
+
+    def writable(name: str, made: Any, dtype: str) -> _native.Tensor:
+        return _native.tensor(op.name, name, kind.memory(made), dtype, True, prepared.stream)
+
+    results = {o.name: kind.empty(o.shape, o.dtype, example) for o in prepared.outputs}
+    call.bind({o.name: writable(o.name, results[o.name], o.dtype) for o in prepared.outputs})
+    workspace = None
+    if call.workspace_bytes:
+        length = call.workspace_bytes + call.workspace_alignment - 1
+        # One byte an element, of a dtype that every library has.
+        made = kind.empty((length,), "bool", example)
+        workspace = writable("workspace", made, "bool")
+    call.run(workspace, prepared.stream)
+    return {name: kind.result(made, example) for name, made in results.items()}
+
+
+def explain(op: Operator, arguments: Arguments) -> str:
+    """What the library says about the call, then the copies that Python would make."""
+    prepared = _prepare(op, arguments, dry=True)
+    text = prepared.call.explain()
+    return text + "".join(f"copied: {copy}\n" for copy in prepared.copies)

@@ -1,0 +1,82 @@
+"""onchip's C interface for Python. It knows no attention: arrays in, plan, run, errors out."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+@final
+class Tensor:
+    """A strided view of an array's memory, kept alive."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def byte_strides(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> tuple[int, int]:
+        """(DLPack device type, ordinal): (1, 0) is the CPU, (2, n) a CUDA GPU."""
+    @property
+    def address(self) -> int: ...
+    @property
+    def has_data(self) -> bool: ...
+    @property
+    def layout_problem(self) -> str | None:
+        """Why the C library would not take this layout ("innermost stride 64")."""
+    def contiguous(self) -> Tensor:
+        """Itself where the layout is fine, else a copy in host memory. Outer axes that repeat
+        (stride 0) still do in the copy."""
+
+@final
+class Call:
+    """One call of an operator: its argument struct, plan and run."""
+
+    def __new__(cls, operator: str, arguments: dict[str, Any], /) -> Call:
+        """`arguments` by the names of the C struct and its options; None leaves a default."""
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def workspace_alignment(self) -> int: ...
+    @property
+    def backend(self) -> str | None: ...
+    @property
+    def kernel(self) -> str | None: ...
+    def plan(self) -> None:
+        """Checks the whole contract and picks a backend."""
+    def bind(self, tensors: dict[str, Tensor], /) -> None:
+        """Replaces Tensors by others of the same shapes."""
+    def run(self, workspace: Tensor | None, stream: int, /) -> None: ...
+    def explain(self) -> str: ...
+
+def tensor(
+    op: str,
+    argument: str,
+    array: object,
+    dtype: str | None,
+    writable: bool,
+    stream: int,
+    /,
+) -> Tensor:
+    """An array's memory, through the first that works of: the DLPack C exchange interface of its
+    type, `__dlpack__`, the buffer protocol.
+
+    dtype: read the elements' bytes as this one. stream: the CUDA stream that the memory will be
+    used on (0 = the default stream); the producer's pending work is ordered before it.
+    Raises InvalidArgument, naming op and argument.
+    """
+
+def shape(
+    op: str,
+    argument: str,
+    shape: Sequence[int],
+    dtype: str,
+    device_type: int,
+    device_id: int,
+    /,
+) -> Tensor:
+    """A row-major shape without memory: it can be planned and explained, not run."""
+
+def describe() -> str: ...
+def version() -> str: ...
+def set_num_threads(num_threads: int, /) -> None: ...
+def get_num_threads() -> int: ...

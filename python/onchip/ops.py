@@ -1,0 +1,191 @@
+"""The operators, on arrays of any library.
+
+Arrays come from NumPy (with ml_dtypes for bfloat16), PyTorch, JAX on the CPU, CuPy, or any library
+that follows the Python array API; results are arrays of the first argument's library, on its
+device, made by its own allocator. Arrays on a GPU are used on their library's current stream.
+Inputs are never written, results never share memory with them, and nothing here is differentiated
+automatically.
+
+Every function raises `onchip.InvalidArgument` for a call that breaks the contract and
+`onchip.Unsupported`, with each backend's reason, for a legal one that no backend takes. Options
+that are flags, numbers or names are also checked for their type. docs/semantics.md is the contract.
+"""
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from onchip import _calls
+
+ArrayT = TypeVar("ArrayT")
+
+__all__ = ["AttentionGradients", "attention_backward", "attention_forward", "merge"]
+
+
+class AttentionGradients(NamedTuple, Generic[ArrayT]):
+    """dbias and dsink are None where the call had no bias or sink."""
+
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
+    dbias: ArrayT | None
+    dsink: ArrayT | None
+
+
+def attention_forward(
+    q: ArrayT,
+    k: object,
+    v: object,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: object | None = None,
+    mask: object | None = None,
+    alibi_slopes: object | None = None,
+    q_segment_ids: object | None = None,
+    kv_segment_ids: object | None = None,
+    sink: object | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: object | tuple[int, int] | None = None,
+    cu_seqlens_q: object | Sequence[int] | None = None,
+    cu_seqlens_kv: object | Sequence[int] | None = None,
+    seqlens_q: object | Sequence[int] | None = None,
+    seqlens_kv: object | Sequence[int] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    check: bool = False,
+    backend: str | None = None,
+) -> tuple[ArrayT, ArrayT]:
+    """Exact attention: O = softmax(mask(softcap(scale Q K^T) + bias - alibi)) V, and its
+    log-sum-exp.
+
+    Tiled, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022, Algorithm 1):
+    memory beyond inputs and results does not grow with seqlen_q x seqlen_kv.
+
+    "float" is any of float64, float32, float16, bfloat16. num_seqs is batch, or the number of
+    packed sequences.
+
+    Args:
+        q: [batch, seqlen_q, num_heads_q, head_dim_qk], float; head dims 1 to 256.
+        k: [batch, seqlen_kv, num_heads_kv, head_dim_qk], q's dtype; num_heads_q is a multiple of
+            num_heads_kv, and query head h reads head h // (num_heads_q // num_heads_kv).
+        v: [batch, seqlen_kv, num_heads_kv, head_dim_v], q's dtype.
+            Packed (with cu_seqlens_q): q, k, v are [total, heads, head_dim].
+        scale: multiplies q.k. None: head_dim_qk ** -0.5.
+        causal: query i sees keys j <= i + off.
+        alignment: off is seqlen_kv - seqlen_q ("bottom_right") or 0 ("top_left"), per sequence.
+        window: (left, right): query i sees keys i + off - left <= j <= i + off + right; -1 is no
+            bound.
+        softcap: c > 0 turns each score S into c tanh(S / c); 0 does not.
+        bias: [num_seqs|1, num_heads_q|1, seqlen_q|1, seqlen_kv|1], float, added after the softcap;
+            packed: by position in the sequence. -inf excludes.
+        mask: bool, same shapes; True is visible.
+        alibi_slopes: [num_heads_q] or [num_seqs, num_heads_q], float: subtracts
+            slope |i + off - j|.
+        q_segment_ids, kv_segment_ids: int32 [batch, seqlen_q] and [batch, seqlen_kv], packed
+            [total_q] and [total_kv]; both or none. A pair is visible iff they are equal.
+        sink: [num_heads_q], float: one more logit without a value, in natural-log units,
+            not scaled.
+        dropout_p: probability in [0, 1) of dropping an entry of the softmax.
+        dropout_rng: (seed, offset), or int64 [2] on any device; 0 <= offset < 2**32. The mask is a
+            function of these, the head and the positions alone. Required if dropout_p > 0.
+        cu_seqlens_q, cu_seqlens_kv: [num_seqs + 1], int32, int64 or a sequence of integers: where
+            each packed sequence begins. cu_seqlens_kv None: as cu_seqlens_q.
+        seqlens_q, seqlens_kv: [num_seqs], likewise: used rows of each sequence, dense or packed.
+            seqlens_kv None, with cu_seqlens_kv None too: as seqlens_q.
+        max_seqlen_q, max_seqlen_kv: hints for packed tensors; a wrong one changes no result.
+        precision: "tf32" allows TF32 products of float32 inputs on a GPU; None keeps float32
+            accuracy.
+        deterministic: the backward pass is bitwise repeatable (the forward pass always is).
+        batch_invariant: a sequence's bits do not depend on what else is in the call.
+        check: also validate values that lie on a GPU, which synchronises.
+        backend: force one by name: "reference", "cpu", "cuda.sm80", "cuda.sm90".
+
+    Returns:
+        (o, lse). o: [batch, seqlen_q, num_heads_q, head_dim_v], packed [total_q, num_heads_q,
+        head_dim_v], q's dtype. lse: [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q],
+        float32 (float64 for float64): natural log of the softmax denominator, sink included, before
+        dropout. A row that sees no key has o = 0 and lse = -inf, or the sink.
+    """
+    results = _calls.run(_calls.ATTENTION_FORWARD, locals())
+    return results["o"], results["lse"]
+
+
+def attention_backward(
+    d_o: object,
+    q: ArrayT,
+    k: object,
+    v: object,
+    o: object,
+    lse: object,
+    *,
+    d_lse: object | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: object | None = None,
+    mask: object | None = None,
+    alibi_slopes: object | None = None,
+    q_segment_ids: object | None = None,
+    kv_segment_ids: object | None = None,
+    sink: object | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: object | tuple[int, int] | None = None,
+    cu_seqlens_q: object | Sequence[int] | None = None,
+    cu_seqlens_kv: object | Sequence[int] | None = None,
+    seqlens_q: object | Sequence[int] | None = None,
+    seqlens_kv: object | Sequence[int] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    check: bool = False,
+    backend: str | None = None,
+) -> AttentionGradients[ArrayT]:
+    """Gradients of `attention_forward` by recomputation (Dao et al. 2022, Algorithm 4), with
+    dS_ij = P_ij (dP_ij - rowsum(d_o o)_i + d_lse_i).
+
+    Args:
+        d_o: gradient of o; o's shape and dtype.
+        q, k, v: as given to attention_forward.
+        o, lse: what attention_forward returned.
+        d_lse: gradient of lse; lse's shape and dtype. None: zero.
+        The options: as given to attention_forward.
+
+    Returns:
+        (dq, dk, dv, dbias, dsink), each with the shape and dtype of what it is the gradient of, in
+        q's library; dbias and dsink are None where bias or sink was. dbias is summed over broadcast
+        axes. alibi_slopes have no gradient.
+    """
+    results = _calls.run(_calls.ATTENTION_BACKWARD, locals())
+    return AttentionGradients(
+        results["dq"], results["dk"], results["dv"], results.get("dbias"), results.get("dsink")
+    )
+
+
+def merge(
+    o1: ArrayT, lse1: object, o2: object, lse2: object, *, backend: str | None = None
+) -> tuple[ArrayT, ArrayT]:
+    """Two partial attentions of the same queries over disjoint sets of keys into the one over all:
+    lse = log(e^lse1 + e^lse2), o = e^(lse1 - lse) o1 + e^(lse2 - lse) o2.
+
+    Args:
+        o1, o2: [batch, seqlen, heads, head_dim] or packed [total, heads, head_dim]; one float
+            dtype.
+        lse1, lse2: [batch, heads, seqlen] or packed [heads, total]; float32 (float64 with float64).
+            At most one of the parts had the sink.
+        backend: force one by name.
+
+    Returns:
+        (o, lse), shaped and typed as (o1, lse1). Where both parts saw no key: o = 0, lse = -inf.
+    """
+    results = _calls.run(_calls.MERGE, locals())
+    return results["o"], results["lse"]
