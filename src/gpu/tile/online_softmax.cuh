@@ -9,7 +9,7 @@ namespace onchip::tile {
 // Of the thread's two rows. maximum = -inf: no visible key so far.
 struct SoftmaxState {
   float maximum[2];
-  float sum[2];    // of 2^(c (s - maximum)) over this thread's columns
+  float sum[2];     // of 2^(c (s - maximum)) over this thread's columns
   float factor[2];  // what older sums and outputs are to be multiplied by
 };
 

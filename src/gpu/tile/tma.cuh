@@ -33,14 +33,12 @@ ONCHIP_DEVICE void tma_load(u32 smem, const TensorMap* map, u32 barrier, TensorC
 }
 ONCHIP_DEVICE void tma_store(const TensorMap* map, u32 smem, TensorCoordinates at) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
-          map),
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
       "r"(smem), "r"(at.c0), "r"(at.c1), "r"(at.c2), "r"(at.c3), "r"(at.c4)
       : "memory");
 }
-ONCHIP_DEVICE void tma_store_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
+ONCHIP_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // This thread's stores have read their shared memory.
 ONCHIP_DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -12,6 +12,7 @@
 #include "gpu/tile/mbarrier.cuh"
 #include "gpu/tile/named_barrier.cuh"
 #include "gpu/tile/online_softmax.cuh"
+#include "gpu/tile/sequences.cuh"
 #include "gpu/tile/tma.cuh"
 #include "gpu/tile/wgmma.cuh"
 
@@ -75,104 +76,14 @@ struct Block {
 
 // ---- schedule role
 
-// A sequence as the tensors hold it.
-struct Sequence {
-  int batch;                       // coordinate
-  int q_begin, q_slot, q_length;   // rows before it, rows it may use, rows it uses
-  int kv_begin, kv_length;
+// What a tile is cut from.
+struct Work {
+  Sequence sequence;
+  int m, head;  // tile of the sequence, query head
 };
 
-// An integer of a device array, made safe: in [0, limit].
-ONCHIP_DEVICE int load_index(const void* array, bool int64, int i, int limit) {
-  const i64 v = int64 ? static_cast<const i64*>(array)[i] : static_cast<const int*>(array)[i];
-  return v < 0 ? 0 : v > limit ? limit : static_cast<int>(v);
-}
-
-// Position in the list of all packed tiles. Slots are, in order, the rows before the first sequence,
-// the sequences, and the rows after the last: together every row once, whatever cu_seqlens holds.
-// Lane l stands for slot `first + l`.
-struct SlotScan {
-  int first = 0;
-  int tiles_before = 0;            // of all slots below `first`
-  int q_carry = 0, kv_carry = 0;   // where slot `first` begins
-  int q_end, kv_end;               // of the lane's slot
-  int tiles_end;                   // tiles of slots first .. first + lane
-};
-
-template <AttentionForwardSpec spec>
-ONCHIP_DEVICE void scan_slots(const AttentionForwardParams& p, SlotScan& scan) {
-  const int lane = threadIdx.x % 32;
-  const int slot = scan.first + lane;
-  int q_end = p.seqlen_q, kv_end = p.seqlen_kv;
-  if (slot <= p.num_seqs) {
-    q_end = load_index(p.cu_seqlens_q, p.cu_seqlens_q_int64, slot, p.seqlen_q);
-    kv_end = load_index(p.cu_seqlens_kv, p.cu_seqlens_kv_int64, slot, p.seqlen_kv);
-  }
-  // An end never lies before the previous one.
-  q_end = max(q_end, scan.q_carry);
-  kv_end = max(kv_end, scan.kv_carry);
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int q = __shfl_up_sync(kWarpMask, q_end, d), kv = __shfl_up_sync(kWarpMask, kv_end, d);
-    if (lane >= d) {
-      q_end = max(q_end, q);
-      kv_end = max(kv_end, kv);
-    }
-  }
-  const int q_begin = __shfl_up_sync(kWarpMask, q_end, 1);
-  const int rows = q_end - (lane == 0 ? scan.q_carry : q_begin);
-  int tiles = attention_forward_ceil_div(rows, spec.tile_m()) * p.num_heads_q;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int t = __shfl_up_sync(kWarpMask, tiles, d);
-    if (lane >= d) tiles += t;
-  }
-  scan.q_end = q_end;
-  scan.kv_end = kv_end;
-  scan.tiles_end = tiles;
-}
-
-// Tile t of the packed list: its sequence and, in `rest`, its number there. False: past the end.
-// Called with growing t only.
-template <AttentionForwardSpec spec>
-ONCHIP_DEVICE bool find_packed(const AttentionForwardParams& p, SlotScan& scan, int t, Sequence& s,
-                               int& rest) {
-  constexpr int kLast = 31;
-  for (;;) {
-    const int total = __shfl_sync(kWarpMask, scan.tiles_end, kLast);
-    if (t < scan.tiles_before + total) break;
-    if (scan.first + kLast > p.num_seqs) return false;
-    scan.tiles_before += total;
-    scan.q_carry = __shfl_sync(kWarpMask, scan.q_end, kLast);
-    scan.kv_carry = __shfl_sync(kWarpMask, scan.kv_end, kLast);
-    scan.first += 32;
-    scan_slots<spec>(p, scan);
-  }
-  const int lane = __ffs(__ballot_sync(kWarpMask, t < scan.tiles_before + scan.tiles_end)) - 1;
-  const int before = max(lane - 1, 0);
-  const int q = __shfl_sync(kWarpMask, scan.q_end, before);
-  const int kv = __shfl_sync(kWarpMask, scan.kv_end, before);
-  const int tiles = __shfl_sync(kWarpMask, scan.tiles_end, before);
-  s.batch = 0;
-  s.q_begin = lane == 0 ? scan.q_carry : q;
-  s.kv_begin = lane == 0 ? scan.kv_carry : kv;
-  s.q_slot = __shfl_sync(kWarpMask, scan.q_end, lane) - s.q_begin;
-  s.kv_length = __shfl_sync(kWarpMask, scan.kv_end, lane) - s.kv_begin;
-  s.q_length = s.q_slot;
-  rest = t - scan.tiles_before - (lane == 0 ? 0 : tiles);
-  const int i = scan.first + lane - 1;
-  if (i < 0 || i >= p.num_seqs) {
-    s.q_length = 0;
-  } else {
-    if (p.seqlens_q) s.q_length = load_index(p.seqlens_q, p.seqlens_q_int64, i, s.q_slot);
-    if (p.seqlens_kv) s.kv_length = load_index(p.seqlens_kv, p.seqlens_kv_int64, i, s.kv_length);
-  }
-  return true;
-}
-
-// Tile t of an unpacked batch. Longest first inside a section of heads.
-ONCHIP_DEVICE bool find_dense(const AttentionForwardParams& p, int t, Sequence& s, int& m,
-                              int& head) {
+// Tile t of a batch that is not packed. Longest first inside a section of heads.
+ONCHIP_DEVICE bool find_dense(const AttentionForwardParams& p, int t, Work& work) {
   if (t >= p.num_tiles) return false;
   const int section_tiles = p.heads_per_section * p.tiles_per_head;
   const int section = t / section_tiles;
@@ -181,22 +92,41 @@ ONCHIP_DEVICE bool find_dense(const AttentionForwardParams& p, int t, Sequence& 
   const int heads = min(p.heads_per_section, p.num_tiles / p.tiles_per_head - first);
   const int step = rest / heads;
   const int batch_head = first + rest - step * heads;
-  m = p.tiles_per_head - 1 - step;
+  Sequence& s = work.sequence;
   s.batch = batch_head / p.num_heads_q;
-  head = batch_head - s.batch * p.num_heads_q;
   s.q_begin = s.kv_begin = 0;
-  s.q_slot = s.q_length = p.seqlen_q;
-  s.kv_length = p.seqlen_kv;
-  if (p.seqlens_q) s.q_length = load_index(p.seqlens_q, p.seqlens_q_int64, s.batch, p.seqlen_q);
-  if (p.seqlens_kv) {
-    s.kv_length = load_index(p.seqlens_kv, p.seqlens_kv_int64, s.batch, p.seqlen_kv);
+  s.q_slot = p.seqlen_q;
+  s.q_length = load_length(p.seqlens_q, p.seqlens_q_int64, s.batch, p.seqlen_q);
+  s.kv_length = load_length(p.seqlens_kv, p.seqlens_kv_int64, s.batch, p.seqlen_kv);
+  work.m = p.tiles_per_head - 1 - step;
+  work.head = batch_head - s.batch * p.num_heads_q;
+  return true;
+}
+
+// Tile t of a packed batch, sequence by sequence, head by head, longest first.
+template <AttentionForwardSpec spec>
+ONCHIP_DEVICE bool find_packed(const AttentionForwardParams& p, SlotScan<spec.tile_m()>& scan,
+                               int t, Work& work) {
+  int slot = 0, rest = 0;
+  Sequence& s = work.sequence;
+  if (!scan.find(t, s, slot, rest)) return false;
+  const int i = slot - 1;
+  if (i < 0 || i >= p.num_seqs) {
+    s.q_length = 0;
+  } else {
+    s.q_length = load_length(p.seqlens_q, p.seqlens_q_int64, i, s.q_slot);
+    s.kv_length = load_length(p.seqlens_kv, p.seqlens_kv_int64, i, s.kv_length);
   }
+  const int tiles = attention_forward_ceil_div(s.q_slot, spec.tile_m());
+  work.head = rest / tiles;
+  work.m = tiles - 1 - (rest - work.head * tiles);
   return true;
 }
 
 template <AttentionForwardSpec spec>
-ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Sequence& s, int m, int head) {
-  const int row = m * spec.tile_m();
+ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Work& work) {
+  const Sequence& s = work.sequence;
+  const int row = work.m * spec.tile_m();
   const int offset = p.top_left ? 0 : s.kv_length - s.q_length;
   Tile t;
   t.kv_limit = spec.causal ? min(s.kv_length, s.q_length + offset) : s.kv_length;
@@ -205,8 +135,8 @@ ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Sequence& s,
   t.slot_rows = s.q_slot - row;
   const int seen = spec.causal ? min(t.kv_limit, row + spec.tile_m() + offset) : t.kv_limit;
   t.blocks = t.live_rows <= 0 || seen <= 0 ? 0 : attention_forward_ceil_div(seen, spec.tile_n);
-  t.head = head;
-  t.kv_head = head / p.heads_per_kv_head;
+  t.head = work.head;
+  t.kv_head = t.head / p.heads_per_kv_head;
   t.batch = s.batch;
   t.q_row = spec.varlen ? p.seqlen_q - s.q_length + row : row;
   t.q_end = spec.varlen ? s.q_begin + s.q_length : 0;
@@ -214,7 +144,7 @@ ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Sequence& s,
   t.o_end = spec.varlen ? s.q_begin + s.q_slot : 0;
   t.kv_row = spec.varlen ? p.seqlen_kv - t.kv_limit : 0;
   t.kv_end = spec.varlen ? s.kv_begin + t.kv_limit : 0;
-  const i64 lse = s.batch * p.lse_batch_stride + head * p.lse_head_stride + s.q_begin + row;
+  const i64 lse = s.batch * p.lse_batch_stride + t.head * p.lse_head_stride + s.q_begin + row;
   t.lse_low = static_cast<int>(lse);
   t.lse_high = static_cast<int>(lse >> 32);
   return t;
@@ -233,7 +163,8 @@ ONCHIP_DEVICE void write_empty(const Block<spec>& block, const Maps& maps, const
     tma_store_commit();
   }
   if (block.params.lse == nullptr) return;
-  float* lse = block.params.lse + (static_cast<i64>(t.lse_high) << 32 | static_cast<u32>(t.lse_low));
+  float* lse =
+      block.params.lse + (static_cast<i64>(t.lse_high) << 32 | static_cast<u32>(t.lse_low));
   const int rows = min(t.slot_rows, spec.tile_m());
   for (int r = threadIdx.x % 32; r < rows; r += 32) lse[r] = -infinity();
 }
@@ -244,29 +175,21 @@ ONCHIP_DEVICE void schedule(const Block<spec>& block, const Maps& maps) {
   const AttentionForwardParams& p = block.params;
   const int lane = threadIdx.x % 32;
   const int blocks = gridDim.x;
-  SlotScan scan;
+  SlotScan<spec.tile_m()> scan;
   if constexpr (spec.varlen) {
-    if (p.packed) scan_slots<spec>(p, scan);
+    if (p.packed) {
+      scan.start({p.cu_seqlens_q, p.cu_seqlens_kv, p.cu_seqlens_q_int64, p.cu_seqlens_kv_int64,
+                  p.num_seqs, p.seqlen_q, p.seqlen_kv, p.num_heads_q});
+    }
   }
   int dealt = 0;  // tiles this block has had
   int t = blockIdx.x;
   for (int n = 0;;) {
-    Sequence s;
-    int m = 0, head = 0;
-    bool more;
-    if (spec.varlen && p.packed) {
-      int rest = 0;
-      more = find_packed<spec>(p, scan, t, s, rest);
-      if (more) {
-        const int tiles = attention_forward_ceil_div(s.q_slot, spec.tile_m());
-        head = rest / tiles;
-        m = tiles - 1 - (rest - head * tiles);
-      }
-    } else {
-      more = find_dense(p, t, s, m, head);
-    }
+    Work work;
+    const bool more =
+        spec.varlen && p.packed ? find_packed<spec>(p, scan, t, work) : find_dense(p, t, work);
     Tile tile{};
-    if (more) tile = make_tile<spec>(p, s, m, head);
+    if (more) tile = make_tile<spec>(p, work);
     if (more && tile.blocks == 0) {
       write_empty(block, maps, tile);
     } else {
@@ -336,7 +259,8 @@ ONCHIP_DEVICE void load(const Block<spec>& block, const Maps& maps) {
       mbarrier_arrive_expect_tx(barrier, stage_bytes);
       for (int c = 0; c < stage_bytes / (spec.tile_n * kChunkRowBytes); ++c) {
         tma_load(ring + (use & 1) * stage_bytes + c * (spec.tile_n * kChunkRowBytes), map, barrier,
-                 {c * kChunkColumns, kv_row + at * spec.tile_n, kv_head, batch, kv_end}, kEvictLast);
+                 {c * kChunkColumns, kv_row + at * spec.tile_n, kv_head, batch, kv_end},
+                 kEvictLast);
       }
     };
     const auto load_k = [&](int at, int use) {
@@ -393,7 +317,8 @@ ONCHIP_DEVICE void issue_pv(float (&o)[spec.head_dim_v / 2], const u32 (&p)[spec
                             u32 v_descriptor) {
 #pragma unroll
   for (int k = 0; k < spec.tile_n / 16; ++k) {
-    Wgmma<spec.head_dim_v, spec.bf16>::rs_mn(o, p[k], v_descriptor + descriptor_step_mn_major(k), 1);
+    Wgmma<spec.head_dim_v, spec.bf16>::rs_mn(o, p[k], v_descriptor + descriptor_step_mn_major(k),
+                                             1);
   }
   wgmma_commit_group();
 }
@@ -403,7 +328,8 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
   constexpr AttentionForwardSmem kSmem = Block<spec>::kSmem;
   constexpr int kN = spec.tile_n;
   constexpr int kQSteps = spec.q_in_registers ? spec.head_dim_qk / 16 : 1;
-  constexpr int kSlabBytes = kSmem.q_slot_bytes / spec.warpgroups;  // a warpgroup's part of a Q slot
+  constexpr int kSlabBytes =
+      kSmem.q_slot_bytes / spec.warpgroups;  // a warpgroup's part of a Q slot
   // A warpgroup may have to pass over the first block of a tile, never over two: the V of a second
   // could only be loaded after products that this warpgroup issues later.
   static_assert(64 * (spec.warpgroups - 1) <= kN);
@@ -417,8 +343,8 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
   const u32 k_descriptor = descriptor_low(block.smem + kSmem.k, 0);
   const u32 v_descriptor = descriptor_low(block.smem + kSmem.v, kN * kChunkRowBytes);
 
-  float s[kN / 2];                 // scores, then probabilities, of one block
-  u32 probabilities[kN / 16][4];   // of the block before
+  float s[kN / 2];                // scores, then probabilities, of one block
+  u32 probabilities[kN / 16][4];  // of the block before
   float o[spec.head_dim_v / 2];
   u32 q[kQSteps][4];
   SoftmaxState state;
@@ -540,13 +466,11 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
       const float sum = row_sum(state.sum[r]);
       live[r] = sum != 0.0f && row + 8 * r < live_rows;
       inverse[r] = live[r] ? __fdividef(1.0f, sum) : 0.0f;
-      if (p.lse != nullptr && lane % 4 == 0 &&
-          row + 8 * r < block.tile(n).slot_rows) {
+      if (p.lse != nullptr && lane % 4 == 0 && row + 8 * r < block.tile(n).slot_rows) {
         constexpr float kLn2 = 0.693147180559945f;
         const i64 at = static_cast<i64>(block.tile(n).lse_high) << 32 |
                        static_cast<u32>(block.tile(n).lse_low);
-        p.lse[at + row + 8 * r] =
-            live[r] ? (state.maximum[r] * c + lg2(sum)) * kLn2 : -infinity();
+        p.lse[at + row + 8 * r] = live[r] ? (state.maximum[r] * c + lg2(sum)) * kLn2 : -infinity();
       }
     }
     const u32 slab = q_slab + (n & 1) * kSmem.q_slot_bytes;
@@ -556,7 +480,8 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // A select: a row without keys may hold 0 * NaN.
-        const float x = o[8 * k + 2 * i] * inverse[i % 2], y = o[8 * k + 2 * i + 1] * inverse[i % 2];
+        const float x = o[8 * k + 2 * i] * inverse[i % 2],
+                    y = o[8 * k + 2 * i + 1] * inverse[i % 2];
         packed[i] = live[i % 2] ? pack<spec.bf16>(x, y) : 0u;
       }
       store_fragment(slab, thread, k, packed);
@@ -567,9 +492,8 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
 #pragma unroll
       for (int chunk = 0; chunk < spec.head_dim_v / kChunkColumns; ++chunk) {
         tma_store(maps.o, slab + chunk * (64 * kChunkRowBytes),
-                  {chunk * kChunkColumns, block.tile(n).o_row + 64 * w,
-                   block.tile(n).head, block.tile(n).batch,
-                   block.tile(n).o_end});
+                  {chunk * kChunkColumns, block.tile(n).o_row + 64 * w, block.tile(n).head,
+                   block.tile(n).batch, block.tile(n).o_end});
       }
       tma_store_commit();
     }
@@ -647,7 +571,12 @@ ONCHIP_DEVICE void attention_forward(const Maps& maps, const AttentionForwardPar
   const u32 smem = shared_address(memory);
   Block<spec> block{params, smem, reinterpret_cast<Tile*>(memory + Block<spec>::kSmem.tiles),
                     static_cast<int>(Role::mma) + warpgroup - 1};
+  if (smem % 1024 != 0) trap();  // the swizzle counts rows from there
   if (threadIdx.x == 0) {
+    prefetch_tensormap(maps.q);
+    prefetch_tensormap(maps.k);
+    prefetch_tensormap(maps.v);
+    prefetch_tensormap(maps.o);
     constexpr int kWarps = 4 * spec.warpgroups;
     constexpr int kArrivals[] = {1, spec.warpgroups, 1, kWarps, 1, kWarps, 1, kWarps + 1};
     for (int i = 0; i < 2 * static_cast<int>(Barrier::count); ++i) {

@@ -13,21 +13,21 @@ namespace onchip::sm90 {
 
 // A kernel is compiled for one spec: -DONCHIP_ATTENTION_FORWARD_SPEC=<fields, comma separated>.
 struct AttentionForwardSpec {
-  bool bf16;         // else fp16
-  int head_dim_qk;   // 64 or 128; a smaller one runs with zero columns that TMA fills in
-  int head_dim_v;    // likewise
+  bool bf16;        // else fp16
+  int head_dim_qk;  // 64 or 128; a smaller one runs with zero columns that TMA fills in
+  int head_dim_v;   // likewise
   bool causal;
-  bool varlen;       // lengths of the sequences lie in device memory
-  int warpgroups;    // that multiply; each owns 64 query rows of the tile
-  int tile_n;        // keys of a block
+  bool varlen;     // lengths of the sequences lie in device memory
+  int warpgroups;  // that multiply; each owns 64 query rows of the tile
+  int tile_n;      // keys of a block
   bool q_in_registers;
   bool turn_taking;  // warpgroups issue their products one after the other
   bool debug_waits;  // waits are bounded; a late one writes a WaitFailure and traps
 
   static constexpr int kFields = 10;
   constexpr int field(int i) const {
-    const int fields[kFields] = {bf16,   head_dim_qk, head_dim_v,     causal,      varlen,
-                                 warpgroups, tile_n,  q_in_registers, turn_taking, debug_waits};
+    const int fields[kFields] = {bf16,       head_dim_qk, head_dim_v,     causal,      varlen,
+                                 warpgroups, tile_n,      q_in_registers, turn_taking, debug_waits};
     return fields[i];
   }
   constexpr bool operator==(const AttentionForwardSpec&) const = default;
@@ -57,28 +57,28 @@ constexpr AttentionForwardSpec attention_forward_registered(int i) {
 
 // ---- shared memory
 
-inline constexpr int kAttentionForwardStages = 2;   // of K, of V
-inline constexpr int kAttentionForwardQSlots = 2;   // O leaves through the slot that held its Q
+inline constexpr int kAttentionForwardStages = 2;  // of K, of V
+inline constexpr int kAttentionForwardQSlots = 2;  // O leaves through the slot that held its Q
 inline constexpr int kAttentionForwardTileSlots = 2;
 
 // One tile of work, written by the schedule role, read by the others. Rows count from the start of
 // the sequence; coordinates are those of the tensor maps.
 struct alignas(16) AttentionForwardTile {
-  int blocks;      // of keys, at least 1; 0: no more tiles
-  int kv_limit;    // keys that any query of the sequence sees
-  int diagonal;    // keys that the tile's first row sees, if causal; may be negative
-  int live_rows;   // rows of the tile inside the used length
-  int slot_rows;   // rows of the tile inside the sequence's slot
+  int blocks;     // of keys, at least 1; 0: no more tiles
+  int kv_limit;   // keys that any query of the sequence sees
+  int diagonal;   // keys that the tile's first row sees, if causal; may be negative
+  int live_rows;  // rows of the tile inside the used length
+  int slot_rows;  // rows of the tile inside the sequence's slot
   int head;
   int kv_head;
-  int batch;       // coordinate; 0 when packed
+  int batch;  // coordinate; 0 when packed
   int q_row;
   int q_end;
   int o_row;
   int o_end;
-  int kv_row;      // of key 0
+  int kv_row;  // of key 0
   int kv_end;
-  int lse_low;     // offset of the tile's first row in lse, in elements
+  int lse_low;  // offset of the tile's first row in lse, in elements
   int lse_high;
 };
 
@@ -88,16 +88,19 @@ struct AttentionForwardSmem {
   int q, q_slot_bytes;  // [slot][warpgroup][chunk][64 rows][64]: Q, then O
   int k, k_stage_bytes;
   int v, v_stage_bytes;
-  int zeros;            // 64 x 64 zeros, the source of O rows without keys
-  int barriers;         // 8 bytes each, order of AttentionForwardBarrier, two of a kind
+  int zeros;     // 64 x 64 zeros, the source of O rows without keys
+  int barriers;  // 8 bytes each, order of AttentionForwardBarrier, two of a kind
   int tiles;
   int total;
 };
 
 enum class AttentionForwardBarrier : int {  // true after the wait:
-  q_full,      // Q of the tile is in its slot
-  q_empty,     // the slot is free: O, staged there, has been read
-  k_full, k_empty, v_full, v_empty,
+  q_full,                                   // Q of the tile is in its slot
+  q_empty,                                  // the slot is free: O, staged there, has been read
+  k_full,
+  k_empty,
+  v_full,
+  v_empty,
   tile_full,   // the slot describes the next tile
   tile_empty,  // nobody reads the slot any more
   count,
@@ -156,14 +159,14 @@ struct AttentionForwardWaitFailure {
 
 struct AttentionForwardParams {
   // Pointers, set by the caller; each may be null.
-  float* lse;                    // natural log; [batch, head, row], rows contiguous
-  long long lse_batch_stride;    // in elements; 0 when packed
+  float* lse;                  // natural log; [batch, head, row], rows contiguous
+  long long lse_batch_stride;  // in elements; 0 when packed
   long long lse_head_stride;
-  const void* cu_seqlens_q;      // varlen, packed: batch + 1 entries
+  const void* cu_seqlens_q;  // varlen, packed: batch + 1 entries
   const void* cu_seqlens_kv;
-  const void* seqlens_q;         // varlen: batch entries; null: the whole slot
+  const void* seqlens_q;  // varlen: batch entries; null: the whole slot
   const void* seqlens_kv;
-  int* tile_counter;             // two zeros, left zero; null: tiles are dealt out in advance
+  int* tile_counter;                  // two zeros, left zero; null: tiles are dealt out in advance
   unsigned long long* longest_block;  // maximum over blocks of their cycles is put here
   AttentionForwardWaitFailure* wait_failure;
   // Widths of the four arrays above, in their order.
@@ -228,6 +231,7 @@ constexpr long long attention_forward_tiles_bound(const AttentionForwardSpec& sp
 
 constexpr int attention_forward_grid(const AttentionForwardSpec& spec,
                                      const AttentionForwardShape& shape, int multiprocessors) {
+  if (shape.seqlen_q == 0) return 0;
   const long long tiles = attention_forward_tiles_bound(spec, shape);
   return tiles < multiprocessors ? static_cast<int>(tiles) : multiprocessors;
 }
@@ -303,6 +307,9 @@ constexpr AttentionForwardMap attention_forward_map(const AttentionForwardSpec& 
 
 // ---- what is refused; null: accepted
 
+// Sums of two positions and a tile stay below 2^31.
+inline constexpr int kAttentionForwardMaxRows = (1 << 30) - 1024;
+
 constexpr const char* attention_forward_reject_tensor(const AttentionForwardTensor& t) {
   if (t.rows == 0 || t.heads == 0 || t.batch == 0) return nullptr;
   if (t.address % 16 != 0) return "base pointers must be multiples of 16 bytes";
@@ -320,10 +327,11 @@ constexpr const char* attention_forward_reject(const AttentionForwardSpec& spec,
                                                const AttentionForwardShape& shape) {
   if (shape.head_dim_qk < 1 || shape.head_dim_v < 1) return "head_dim must be at least 1";
   if (shape.head_dim_qk > 128 || shape.head_dim_v > 128) return "head_dim must be at most 128";
-  if (shape.seqlen_q >= 1 << 30 || shape.seqlen_kv >= 1 << 30) {
-    return "at most 2^30 - 1 rows a tensor";
+  if (shape.seqlen_q > kAttentionForwardMaxRows || shape.seqlen_kv > kAttentionForwardMaxRows) {
+    return "more than 2^30 - 1024 rows in a tensor";
   }
-  if (attention_forward_tiles_bound(spec, shape) >= 1ll << 30) return "more than 2^30 tiles of work";
+  if (attention_forward_tiles_bound(spec, shape) >= 1ll << 30)
+    return "more than 2^30 tiles of work";
   return nullptr;
 }
 

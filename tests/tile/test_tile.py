@@ -1,0 +1,320 @@
+"""src/gpu/tile on a Hopper GPU, primitive by primitive against plain loops; without one, only that
+everything compiles."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools/gpu"))
+
+import driver
+import nvrtc
+import resources
+
+TEXT = (Path(__file__).parent / "tile_kernels.cuh").read_text()
+SHARED_BYTES = 3 * 64 * 128 * 2
+
+
+@pytest.fixture(scope="module")
+def cubin():
+    image, log = nvrtc.compile_text(TEXT, "tile_kernels.cuh")
+    assert image is not None, log
+    assert resources.warnings(log) == []
+    return image
+
+
+@pytest.fixture
+def run(cubin):
+    try:
+        driver.use_device((9, 0))
+    except driver.NoDevice as reason:
+        pytest.skip(str(reason))
+
+    def launch(name, *arguments, threads=128, blocks=1):
+        """NumPy arrays become device buffers; returns their contents afterwards, in order."""
+        kernel = driver.Kernel(cubin, name, SHARED_BYTES)
+        buffers, values = [], []
+        for a in arguments:
+            if isinstance(a, np.ndarray):
+                a = driver.Buffer(a)
+            if isinstance(a, driver.Buffer):
+                buffers.append(a)
+                values.append(ctypes.c_uint64(a.address))
+            elif isinstance(a, float):
+                values.append(ctypes.c_float(a))
+            elif isinstance(a, int):
+                values.append(ctypes.c_int(a))
+            else:
+                values.append(a)
+        kernel.launch(blocks, threads, values, 0)
+        return [b.read() for b in buffers]
+
+    return launch
+
+
+def bf16_bits(x):
+    """Round to nearest even; finite values."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def fragment_element(thread, step, register, half):
+    """(row, column) of half a register of the A operand; PTX manual, wgmma m64k16."""
+    row = thread // 32 * 16 + thread % 32 // 4 + register % 2 * 8
+    return row, step * 16 + register // 2 * 8 + thread % 4 * 2 + half
+
+
+def test_compiles(cubin):
+    assert cubin
+
+
+ROWS, COLUMNS, HEADS = 100, 128, 3
+
+
+def coordinates(*values):
+    return (ctypes.c_int * 5)(*values)
+
+
+def tensor_map(buffer, ragged=False):
+    """[rows][heads][columns], axes column, row, head, 1, end."""
+    row_bytes = HEADS * COLUMNS * 2
+    address, ends = buffer.address, 1
+    if ragged:
+        address, ends = address - ROWS * row_bytes, ROWS + 1
+    return driver.tensor_map(
+        driver.DTYPE_FLOAT16,
+        address,
+        (COLUMNS, ROWS, HEADS, 1, ends),
+        (row_bytes, COLUMNS * 2, 16, row_bytes if ragged else 16),
+        (64, 64, 1, 1, 1),
+    )
+
+
+def numbered():
+    return np.arange(ROWS * HEADS * COLUMNS, dtype=np.uint16).reshape(ROWS, HEADS, COLUMNS)
+
+
+@pytest.mark.parametrize("row", [0, 17, 60, 99, 100, -10, -64])
+def test_tma_load_and_swizzle(run, row):
+    tensor = driver_buffer(run, numbered())
+    out = np.full((64, 128), 0xDEAD, np.uint16)
+    (got,) = run("tma_load_box", tensor_map(tensor), coordinates(0, row, 1, 0, 0), out)
+    want = np.zeros((64, 128), np.uint16)
+    for r in range(64):
+        if 0 <= row + r < ROWS:
+            want[r] = numbered()[row + r, 1]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("begin", "length", "row"),
+    [(0, 100, 0), (20, 50, 0), (20, 50, 40), (99, 1, 0), (37, 63, 10), (5, 0, 0)],
+)
+def test_tma_load_stops_at_the_end_of_a_sequence(run, begin, length, row):
+    tensor = driver_buffer(run, numbered())
+    out = np.full((64, 128), 0xDEAD, np.uint16)
+    at = coordinates(0, ROWS - length + row, 2, 0, begin + length)
+    (got,) = run("tma_load_box", tensor_map(tensor, ragged=True), at, out)
+    want = np.zeros((64, 128), np.uint16)
+    for r in range(64):
+        if row + r < length:
+            want[r] = numbered()[begin + row + r, 2]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("begin", "length", "row"), [(0, 100, 0), (20, 50, 0), (20, 50, 40), (99, 1, 0), (5, 0, 0)]
+)
+def test_tma_store_stops_at_the_end_of_a_sequence(run, begin, length, row):
+    tensor = driver_buffer(run, np.full((ROWS, HEADS, COLUMNS), 7, np.uint16))
+    tile = np.arange(64 * 128, dtype=np.uint16).reshape(64, 128)
+    at = coordinates(0, ROWS - length + row, 1, 0, begin + length)
+    run("tma_store_box", tensor_map(tensor, ragged=True), at, tile)
+    want = np.full((ROWS, HEADS, COLUMNS), 7, np.uint16)
+    for r in range(64):
+        if row + r < length:
+            want[begin + row + r, 1] = tile[r]
+    np.testing.assert_array_equal(tensor.read(), want)
+
+
+def driver_buffer(_run, array):
+    """A buffer that outlives one launch; asking for `run` first makes the context current."""
+    return driver.Buffer(array)
+
+
+def test_fragments_exhaustive(run):
+    matrix = np.arange(64 * 128, dtype=np.uint16).reshape(64, 128)
+    fragments = np.zeros((128, 8, 4), np.uint32)
+    for t in range(128):
+        for k in range(8):
+            for i in range(4):
+                low, high = (int(matrix[fragment_element(t, k, i, h)]) for h in (0, 1))
+                fragments[t, k, i] = low | high << 16
+    _, loaded = run("load_fragments_of", matrix, np.zeros_like(fragments))
+    np.testing.assert_array_equal(loaded, fragments)
+    _, stored = run("store_fragments_to", fragments, np.zeros_like(matrix))
+    np.testing.assert_array_equal(stored, matrix)
+
+
+def test_accumulator_is_an_operand(run):
+    (got,) = run("accumulator_round_trip", np.zeros((64, 128), np.float16))
+    rows, columns = np.indices((64, 128))
+    np.testing.assert_array_equal(got, (rows * 16 + columns // 8).astype(np.float16))
+
+
+def test_pack_rounds_to_nearest_even(run):
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal(100_000) * 10.0 ** rng.uniform(-6, 3.5, 100_000)).astype(np.float32)
+    x[:8] = [0.0, -0.0, 1.0, 1.00390625, 1.01171875, 65504.0, 6e-8, -1.00390625]
+    empty = np.zeros(50_000, np.uint32)
+    _, as_bf16, as_fp16 = run("pack_pairs", x, empty, empty, 50_000, threads=256, blocks=200)
+    np.testing.assert_array_equal(as_bf16.view(np.uint16), bf16_bits(x))
+    np.testing.assert_array_equal(as_fp16.view(np.uint16), x.astype(np.float16).view(np.uint16))
+
+
+@pytest.mark.parametrize("how", ["ss", "rs", "rs_mn"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("n", [64, 128])
+def test_wgmma(run, n, dtype, how):
+    """Small integers, so that every sum is exact."""
+    rng = np.random.default_rng(2)
+    a = rng.integers(-8, 9, (64, 128)).astype(np.float32)
+    b = rng.integers(-8, 9, (128, n)).astype(np.float32)
+
+    def bits(x):
+        x = np.ascontiguousarray(x)
+        return bf16_bits(x) if dtype == "bf16" else x.astype(np.float16).view(np.uint16)
+
+    given = b if how == "rs_mn" else b.T
+    out = np.full((64, n), np.nan, np.float32)
+    *_, got = run(f"multiply_{n}_{dtype}_{how}", bits(a), bits(given), out)
+    np.testing.assert_array_equal(got, 2 * (a @ b))
+
+
+def test_mbarrier(run):
+    (seen,) = run("mbarrier_phases", np.zeros(7, np.int32))
+    assert seen.tolist() == [1] * 7
+
+
+def test_named_barrier(run):
+    (order,) = run("named_barrier_turns", np.full(150, -1, np.int32), threads=384)
+    assert order.tolist() == [0, 1, 2] * 50
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 100.0])
+@pytest.mark.parametrize("masked", [0b00001, 0b11111, 0b00011])
+def test_online_softmax(run, spread, masked):
+    rng = np.random.default_rng(3)
+    blocks, c = 5, 0.18
+    scores = (rng.standard_normal((blocks, 64, 64)) * spread).astype(np.float32)
+    scores += np.linspace(0, 20 * spread, blocks, dtype=np.float32)[:, None, None]
+    limits = rng.integers(0, 65, (blocks, 64)).astype(np.int32)
+    limits[:, 5] = 0  # a row without keys as long as blocks are masked
+    seen = scores.astype(np.float64)
+    for b in range(blocks):
+        if masked >> b & 1:
+            seen[b][np.arange(64)[None, :] >= limits[b][:, None]] = -np.inf
+            # What is excluded has no influence.
+            scores[b][np.arange(64)[None, :] >= limits[b][:, None]] = np.nan
+    rows = np.zeros(64, np.float32)
+    out = run(
+        "online_softmax_of",
+        scores,
+        limits,
+        blocks,
+        masked,
+        float(c),
+        np.zeros_like(scores),
+        rows,
+        rows,
+        rows,
+    )
+    probabilities, o, maximum, total = out[2:]
+    flat = seen.transpose(1, 0, 2).reshape(64, -1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        lse = np.log2(np.exp2(c * (flat - flat.max(1, keepdims=True))).sum(1)) + c * flat.max(1)
+        got = np.where(total == 0, -np.inf, maximum.astype(np.float64) * c + np.log2(total))
+    empty = np.isneginf(flat.max(1))
+    np.testing.assert_array_equal(np.isneginf(got), empty)
+    np.testing.assert_allclose(got[~empty], lse[~empty], rtol=1e-5, atol=1e-5)
+    # The last block is relative to the final maximum, which lags by at most 2^8.
+    live = ~np.isneginf(maximum)
+    want = np.exp2(c * (seen[-1] - np.where(live, maximum, 0)[:, None].astype(np.float64)))
+    np.testing.assert_allclose(probabilities[-1], want, rtol=2e-4 * max(1, spread / 10), atol=1e-6)
+    assert probabilities.max() <= 2.0**8 * 1.001
+    # o followed the maximum from the first block's to the last's.
+    first = seen[0].max(1)
+    moved = live & ~np.isneginf(first)
+    np.testing.assert_allclose(
+        o[moved], np.exp2(c * (first - maximum))[moved], rtol=1e-3, atol=1e-30
+    )
+    assert (o[live & np.isneginf(first)] == 0).all()
+
+
+class PackedBatch(ctypes.Structure):
+    _fields_ = [
+        ("cu_seqlens_q", ctypes.c_uint64),
+        ("cu_seqlens_kv", ctypes.c_uint64),
+        ("q_int64", ctypes.c_bool),
+        ("kv_int64", ctypes.c_bool),
+        ("num_seqs", ctypes.c_int),
+        ("total_q", ctypes.c_int),
+        ("total_kv", ctypes.c_int),
+        ("heads", ctypes.c_int),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["even", "ragged", "none", "descending", "outside"])
+@pytest.mark.parametrize("step", [1, 3, 37])
+def test_packed_tiles(run, kind, step):
+    rng = np.random.default_rng(4)
+    total_q, total_kv, heads = 20_000, 15_000, 3
+    if kind == "even":
+        q, kv = np.arange(11) * 2000, np.arange(11) * 1500
+    elif kind == "none":
+        q = kv = np.zeros(1, np.int64)
+    else:
+        q, kv = rng.integers(0, 20_000, 101), rng.integers(0, 15_000, 101)
+        if kind != "descending":
+            q, kv = np.sort(q), np.sort(kv)
+        if kind == "outside":
+            q, kv = q * 3 - 5000, kv * 2**33
+    q, kv = q.astype(np.int32), kv.astype(np.int64)
+
+    def clamp(x, total):
+        return np.minimum(np.maximum.accumulate(np.maximum(x.astype(np.int64), 0)), total)
+
+    q_ends = [*clamp(q, total_q), total_q]
+    kv_ends = [*clamp(kv, total_kv), total_kv]
+    tiles = []
+    q0 = kv0 = 0
+    for slot, (q1, kv1) in enumerate(zip(q_ends, kv_ends, strict=True)):
+        count = -(-(q1 - q0) // 128) * heads
+        tiles += [(slot, rest, q0, q1 - q0, kv0, kv1 - kv0) for rest in range(count)]
+        q0, kv0 = q1, kv1
+    count = len(tiles) // step + 3
+    q_buffer, kv_buffer = driver_buffer(run, q), driver_buffer(run, kv)
+    batch = PackedBatch(
+        q_buffer.address, kv_buffer.address, False, True, len(q) - 1, total_q, total_kv, heads
+    )
+    (got,) = run("packed_tiles", batch, step, count, np.zeros((count, 6), np.int32), threads=32)
+    for i in range(count):
+        if i * step < len(tiles):
+            assert tuple(got[i]) == tiles[i * step], i
+        else:
+            assert got[i][0] == -1
+
+
+def test_small_instructions(run):
+    x = np.concatenate([np.linspace(-140, 120, 5000), [-np.inf, 0.0]]).astype(np.float32)
+    _, exponentials, logarithms, elected = run(
+        "small_instructions", x, np.zeros_like(x), np.zeros_like(x), np.zeros(2, np.int32), len(x)
+    )
+    np.testing.assert_allclose(exponentials, np.exp2(x.astype(np.float64)), rtol=3e-7, atol=2e-38)
+    positive = x > 0
+    np.testing.assert_allclose(logarithms[positive], np.log2(x[positive]), rtol=1e-6, atol=1e-6)
+    assert logarithms[-1] == -np.inf
+    assert elected.tolist() == [4, 0]

@@ -1,0 +1,743 @@
+#!/usr/bin/env python3
+"""Checks and times the sm90 attention forward kernel on a machine with a Hopper GPU and torch.
+
+kernel_check.py             every phase below, each in a process of its own with a time limit
+kernel_check.py build       compiles every spec the phases use into build/cubins (needs no GPU)
+kernel_check.py tile        tests/tile: the primitives
+kernel_check.py debug       a few cases with bounded waits: a deadlock names role, barrier, phase
+kernel_check.py check       all cases against fp64, outputs and everything outside poisoned
+kernel_check.py repeat      1,000 runs, bitwise equal
+kernel_check.py time        beside torch's cuDNN and flash backends, interleaved
+Records go to $OUT (or build/).
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import attention_plan
+
+OUT = Path(os.environ.get("OUT", attention_plan.ROOT / "build"))
+LIMITS = {"tile": 60, "debug": 90, "check": 240, "repeat": 90, "time": 170}
+
+# ---- reference
+
+
+def visible(sq, sk, offset, causal, device):
+    import torch
+
+    i = torch.arange(sq, device=device)[:, None]
+    j = torch.arange(sk, device=device)[None, :]
+    return (j <= i + offset) if causal else torch.ones(sq, sk, dtype=torch.bool, device=device)
+
+
+def formula(q, k, v, scale, offset, causal, rounding=None):
+    """O [sq, hq, dv] and lse [hq, sq] of one sequence: fp64, or the plain formula with S, P and O
+    rounded to a type and products in fp32."""
+    import torch
+
+    wide = torch.float64 if rounding is None else torch.float32
+    r = (lambda x: x) if rounding is None else (lambda x: x.to(rounding).to(wide))
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.to(wide).transpose(0, 1) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    s = r(q @ k.transpose(1, 2) * scale)
+    seen = visible(q.shape[1], k.shape[1], offset, causal, q.device)
+    s = s.masked_fill(~seen, float("-inf"))
+    lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:2], float("-inf"))
+    p = r(torch.exp(s - lse[..., None]))
+    p = torch.where(seen & (lse != float("-inf"))[..., None], p, torch.zeros_like(p))
+    o = r(p @ v)
+    return o.transpose(0, 1), lse
+
+
+def judge(name, o, lse, ref, plain, failures):
+    """docs/semantics.md, section 5. ref, plain: (o, lse)."""
+    import torch
+
+    def fail(text):
+        failures.append(f"{name}: {text}")
+
+    got, want = o.double(), ref[0].double()
+    if not torch.equal(torch.isnan(got), torch.isnan(want)):
+        return fail(f"NaN positions of o differ ({int(torch.isnan(got).sum())} got)")
+    bits = 7 if o.dtype == torch.bfloat16 else 10
+    largest = float(want.nan_to_num().abs().max()) if want.numel() else 0.0
+    ulp = 2.0 ** (torch.tensor(largest).log2().floor().item() - bits) if largest else 0.0
+    bound = 2 * float((plain[0].double() - want).nan_to_num().abs().max()) + ulp if largest else 0.0
+    error = float((got - want).nan_to_num().abs().max()) if want.numel() else 0.0
+    if not error <= bound:
+        fail(f"o off by {error:.3e}, bound {bound:.3e}")
+    if lse is not None:
+        a, b = lse.double(), ref[1].double()
+        if not torch.equal(torch.isinf(a) & (a < 0), torch.isinf(b)) or not torch.equal(
+            torch.isnan(a), torch.isnan(b)
+        ):
+            return fail("-inf or NaN positions of lse differ")
+        finite = torch.isfinite(b)
+        off = ((a - b).abs() / b.abs().clamp(min=1))[finite]
+        if off.numel() and not float(off.max()) <= 1e-5:
+            fail(f"lse off by {float(off.max()):.3e}")
+    return None
+
+
+# ---- cases
+
+
+class Case:
+    """Tensors of one call, laid out in larger buffers of NaN. `lengths`: None, or per sequence
+    (q begin, q slot, q length, kv begin, kv length) with the batch index first."""
+
+    def __init__(
+        self,
+        name,
+        *,
+        dtype,
+        heads,
+        dims,
+        causal=False,
+        top_left=False,
+        scale=None,
+        batch=1,
+        sq=1,
+        sk=1,
+        layout="bshd",
+        packed=None,
+        used=None,
+        spread=1.0,
+        bad=None,
+        index="int32",
+        changes=None,
+    ):
+        self.__dict__.update(locals())
+        del self.__dict__["self"]
+        self.changes = changes or {}
+
+    def tensor(self, rows, heads, dim, value):
+        """[batch, rows, heads, dim] in the case's layout, inside a buffer filled with `value`."""
+        import torch
+
+        dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float16
+        batch = 1 if self.packed else self.batch
+        wide = -(-dim // 8) * 8 + (8 if self.layout != "bshd" else 0)
+        if self.layout == "bhsd":
+            buffer = torch.full((batch, heads, rows + 5, wide), value, dtype=dtype, device="cuda")
+            view = buffer[:, :, 1 : rows + 1, :dim].transpose(1, 2)
+        elif self.layout == "sbhd":
+            buffer = torch.full(
+                (rows + 5, batch + 1, heads, wide), value, dtype=dtype, device="cuda"
+            )
+            view = buffer[1 : rows + 1, :batch, :, :dim].transpose(0, 1)
+        else:
+            buffer = torch.full((batch, rows + 5, heads, wide), value, dtype=dtype, device="cuda")
+            view = buffer[:, 1 : rows + 1, :, :dim]
+        return buffer, view
+
+    def run(self, failures, *, debug=False):
+        import attention_runner
+        import torch
+
+        hq, hkv = self.heads
+        dqk, dv = self.dims
+        nan = float("nan")
+        total_q, total_kv = (self.sq, self.sk)
+        _, q = self.tensor(total_q, hq, dqk, nan)
+        _, k = self.tensor(total_kv, hkv, dqk, nan)
+        _, v = self.tensor(total_kv, hkv, dv, nan)
+        o_buffer, o = self.tensor(total_q, hq, dv, nan)
+        lse_shape = (hq, total_q) if self.packed else (self.batch, hq, total_q)
+        lse = torch.full(lse_shape, nan, device="cuda")
+        arguments, sequences = {}, []
+        integer = torch.int64 if self.index == "int64" else torch.int32
+        if self.packed:
+
+            def clamp(values, total):
+                out = []
+                for x in values:
+                    out.append(min(max(x, out[-1] if out else 0), total))
+                return out
+
+            cu_q, cu_kv = self.packed
+            arguments["cu_seqlens_q"] = torch.tensor(cu_q, dtype=integer, device="cuda")
+            arguments["cu_seqlens_kv"] = torch.tensor(cu_kv, dtype=integer, device="cuda")
+            cu_q, cu_kv = clamp(cu_q, total_q), clamp(cu_kv, total_kv)
+            for n in range(len(cu_q) - 1):
+                sequences.append(
+                    [0, cu_q[n], cu_q[n + 1] - cu_q[n], cu_kv[n], cu_kv[n + 1] - cu_kv[n]]
+                )
+        else:
+            sequences = [[b, 0, total_q, 0, total_kv] for b in range(self.batch)]
+        if self.used:
+            for axis, values in zip(("q", "kv"), self.used, strict=True):
+                if values is None:
+                    continue
+                arguments[f"seqlens_{axis}"] = torch.tensor(values, dtype=integer, device="cuda")
+                at = 2 if axis == "q" else 4
+                for s, n in zip(sequences, values, strict=True):
+                    s[at] = min(max(n, 0), s[at])
+        expected = torch.zeros(o.shape, dtype=torch.float64, device="cuda")
+        plain = torch.zeros(o.shape, dtype=torch.float64, device="cuda")
+        expected_lse = torch.full(lse.shape, float("-inf"), dtype=torch.float64, device="cuda")
+        scale = self.scale if self.scale is not None else dqk**-0.5
+        for b, q0, nq, k0, nk in sequences:
+            offset = 0 if self.top_left else nk - nq
+            seen_keys = max(min(nk, nq + offset), 0) if self.causal else nk
+            for t, begin, n in ((q, q0, nq), (k, k0, seen_keys), (v, k0, seen_keys)):
+                fresh = torch.randn((n, *t.shape[2:]), device="cuda")
+                spread = 1.0 if t is v else self.spread
+                t[b, begin : begin + n] = (fresh * spread).to(t.dtype)
+            if self.bad == "constant":
+                q[b, q0 : q0 + nq] = self.spread
+                k[b, k0 : k0 + seen_keys] = -self.spread
+            if self.bad == "query" and nq:
+                q[b, q0] = nan
+            qs, ks, vs = (q[b, q0 : q0 + nq], k[b, k0 : k0 + seen_keys], v[b, k0 : k0 + seen_keys])
+            out, out_lse = formula(qs, ks, vs, scale, offset, self.causal)
+            expected[b, q0 : q0 + nq] = out
+            plain[b, q0 : q0 + nq] = formula(qs, ks, vs, scale, offset, self.causal, q.dtype)[0]
+            if self.packed:
+                expected_lse[:, q0 : q0 + nq] = out_lse
+            else:
+                expected_lse[b, :, q0 : q0 + nq] = out_lse
+        squeeze = (lambda t: t[0]) if self.packed else (lambda t: t)
+        failure = torch.zeros(8, dtype=torch.int32, pin_memory=True) if debug else None
+        counter = torch.zeros(2, dtype=torch.int32, device="cuda")
+        results = []
+        for dynamic in (False, True):
+            o_buffer.fill_(nan)
+            lse.fill_(nan)
+            call = attention_runner.Attention(
+                *(squeeze(t) for t in (q, k, v, o)),
+                lse,
+                scale=self.scale,
+                causal=self.causal,
+                top_left=self.top_left,
+                tile_counter=counter if dynamic else None,
+                wait_failure=failure,
+                debug_waits=int(debug),
+                **self.changes,
+                **arguments,
+            )
+            try:
+                call.launch()
+                torch.cuda.synchronize()
+            except Exception:
+                if debug and int(failure[0]):
+                    _, block, thread, role, barrier, stage, parity = failure[:7].tolist()
+                    print(
+                        f"STUCK {self.name} {call.spec.name}: block {block} thread {thread} "
+                        f"role {role} barrier {barrier} stage {stage} parity {parity}"
+                    )
+                raise
+            results.append((o_buffer.clone(), lse.clone()))
+            if counter.any():
+                failures.append(f"{self.name}: tile counter left at {counter.tolist()}")
+                counter.zero_()
+        name = f"{self.name} [{call.spec.name}]"
+        for a, b in zip(*results, strict=True):
+            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                failures.append(f"{name}: bits depend on the schedule")
+        judge(name, o, lse, (expected, expected_lse), (plain, expected_lse), failures)
+        outside = torch.ones_like(o_buffer, dtype=torch.bool)
+        offset = o.storage_offset()
+        torch.as_strided(outside, o.shape, o.stride(), offset).fill_(False)
+        if not torch.isnan(o_buffer[outside]).all():
+            failures.append(f"{name}: wrote outside o")
+
+
+LENGTHS = (
+    (1, 1),
+    (64, 64),
+    (77, 77),
+    (128, 128),
+    (129, 257),
+    (257, 129),
+    (5, 2),
+    (65, 64),
+    (257, 128),
+    (100, 229),
+    (1, 300),
+    (300, 1),
+    (192, 192),
+    (193, 385),
+    (512, 1536),
+    (1536, 512),
+    (1000, 1000),
+    (640, 0),
+)
+HEADS = ((5, 5), (8, 2), (6, 1), (9, 3))
+MASKS = (
+    ("full", {}),
+    ("causal", {"causal": True}),
+    ("top_left", {"causal": True, "top_left": True}),
+)
+
+
+def dense_cases():
+    turn = 0
+    for dtype in ("bf16", "fp16"):
+        for dim in (64, 128):
+            for mask, options in MASKS:
+                for sq, sk in LENGTHS:
+                    turn += 1
+                    yield Case(
+                        f"dense {sq}x{sk} {mask}",
+                        dtype=dtype,
+                        heads=HEADS[turn % 4],
+                        dims=(dim, dim),
+                        batch=1 + turn % 3,
+                        sq=sq,
+                        sk=sk,
+                        **options,
+                    )
+    for mask, options in MASKS:
+        for dim in (64, 128):
+            common = dict(dtype="bf16", heads=(4, 2), dims=(dim, dim), **options)
+            yield Case(f"dense 4096 {mask}", **{**common, "heads": (3, 3)}, sq=4096, sk=4096)
+            for layout in ("bhsd", "sbhd"):
+                yield Case(f"{layout} {mask}", batch=2, sq=333, sk=271, layout=layout, **common)
+            for scale in (-0.1, 0.0, 1.0, 1e-4):
+                yield Case(f"scale {scale} {mask}", batch=2, sq=200, sk=333, scale=scale, **common)
+            yield Case(f"spread 30 {mask}", sq=300, sk=300, spread=30.0, **common)
+            for size in (1.0, 30.0):
+                yield Case(
+                    f"all scores {-size * size * dim:g} {mask}",
+                    sq=200,
+                    sk=200,
+                    spread=size,
+                    bad="constant",
+                    **common,
+                )
+            yield Case(f"NaN in a query {mask}", sq=300, sk=300, bad="query", **common)
+            many = {**common, "heads": (2, 1)}
+            yield Case(f"many small {mask}", batch=3000, sq=3, sk=5, **many)
+        for dims in (
+            (8, 8),
+            (40, 40),
+            (72, 72),
+            (96, 96),
+            (120, 120),
+            (64, 128),
+            (128, 64),
+            (1, 24),
+            (33, 100),
+        ):
+            # Rows of a width that is no multiple of 16 bytes lie in wider ones.
+            yield Case(
+                f"dims {dims} {mask}",
+                dtype="fp16",
+                heads=(4, 2),
+                dims=dims,
+                batch=2,
+                sq=150,
+                sk=210,
+                layout="bhsd",
+                **options,
+            )
+
+
+def varlen_cases():
+    rng = random.Random(7)
+
+    def boundaries(lengths, first):
+        out = [first]
+        for n in lengths:
+            out.append(out[-1] + n)
+        return out
+
+    for dtype, dim in (("bf16", 64), ("bf16", 128), ("fp16", 64), ("fp16", 128)):
+        for mask, options in MASKS:
+            common = dict(dtype=dtype, dims=(dim, dim), **options)
+            lists = {
+                "one": ([300], [300]),
+                "mixed": ([5, 0, 129, 64, 1, 300, 17], [9, 40, 129, 0, 1, 64, 333]),
+                "decode-like": ([1, 0, 1], [3, 0, 5]),
+                "many": (
+                    [rng.randrange(0, 40) for _ in range(300)],
+                    [rng.randrange(0, 90) for _ in range(300)],
+                ),
+            }
+            for turn, (name, (lq, lk)) in enumerate(lists.items()):
+                first = 3 * (turn % 2)
+                cu_q, cu_kv = boundaries(lq, first), boundaries(lk, 2 * first)
+                yield Case(
+                    f"packed {name} {mask}",
+                    heads=HEADS[turn % 4],
+                    packed=(cu_q, cu_kv),
+                    sq=cu_q[-1] + 150 * (turn % 2),
+                    sk=cu_kv[-1] + 7,
+                    index=("int32", "int64")[turn % 2],
+                    **common,
+                )
+                used = [max(0, n - rng.randrange(0, 9)) for n in lq], [n // 2 for n in lk]
+                yield Case(
+                    f"packed used {name} {mask}",
+                    heads=HEADS[(turn + 1) % 4],
+                    packed=(cu_q, cu_kv),
+                    used=used,
+                    sq=cu_q[-1] + 1,
+                    sk=cu_kv[-1],
+                    index=("int64", "int32")[turn % 2],
+                    **common,
+                )
+            yield Case(
+                f"packed bad cu_seqlens {mask}",
+                heads=(4, 2),
+                sq=400,
+                sk=500,
+                packed=([-5, 130, 90, 260, 9000], [40, 20, 200, 470, 480]),
+                **common,
+            )
+            yield Case(
+                f"packed strided {mask}",
+                heads=(4, 2),
+                sq=400,
+                sk=500,
+                layout="bhsd",
+                packed=([0, 130, 390], [0, 200, 480]),
+                **common,
+            )
+            yield Case(
+                f"packed no sequence {mask}",
+                heads=(4, 2),
+                sq=200,
+                sk=5,
+                packed=([0], [0]),
+                **common,
+            )
+            yield Case(
+                f"dense seqlens {mask}",
+                heads=(4, 2),
+                batch=5,
+                sq=333,
+                sk=300,
+                used=([333, 0, 100, 64, 700], [300, 5, 0, 65, -3]),
+                **common,
+            )
+            yield Case(
+                f"dense kv seqlens {mask}",
+                heads=(4, 2),
+                batch=3,
+                sq=200,
+                sk=300,
+                used=(None, [300, 129, 1]),
+                index="int64",
+                layout="sbhd",
+                **common,
+            )
+
+
+def phase_tile():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/tile"]
+    code = subprocess.run(command, cwd=attention_plan.ROOT).returncode
+    return 1, ["tests/tile failed"] if code else []
+
+
+def turn_cases():
+    for dim in (64, 128):
+        for causal in (False, True):
+            yield Case(
+                f"turns causal={causal}",
+                dtype="bf16",
+                heads=(6, 2),
+                dims=(dim, dim),
+                sq=1000,
+                sk=1000,
+                causal=causal,
+                batch=20,
+                changes={"turn_taking": 1},
+            )
+
+
+def run_cases(cases, debug):
+    """A case that raises is a failure; after an error of the device nothing more can run."""
+    import torch
+
+    failures, count = [], 0
+    for c in cases:
+        torch.manual_seed(count)
+        count += 1
+        try:
+            c.run(failures, debug=debug)
+        except Exception:
+            failures.append(f"{c.name} d{c.dims} {c.dtype}: {traceback.format_exc(limit=-3)}")
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                break
+    return count, failures
+
+
+def phase_debug():
+    some = [c for make in (dense_cases, varlen_cases) for c in list(make())[::9]]
+    return run_cases([*some, *turn_cases()], True)
+
+
+def phase_check():
+    cases = [c for make in (dense_cases, varlen_cases, turn_cases) for c in make()]
+    result = run_cases(cases, False)
+    print(probe_zero_stride())
+    return result
+
+
+def probe_zero_stride():
+    """Whether the driver takes a tensor map with a stride of 0."""
+    import driver
+    import torch
+
+    x = torch.randn(64, 64, device="cuda").to(torch.bfloat16)
+    try:
+        driver.tensor_map(
+            driver.DTYPE_BFLOAT16,
+            x.data_ptr(),
+            (64, 64, 4, 1, 1),
+            (128, 0, 16, 16),
+            (64, 64, 1, 1, 1),
+        )
+    except RuntimeError as error:
+        return f"stride 0: refused by the driver ({error})"
+    return "stride 0: accepted by the driver"
+
+
+def phase_repeat():
+    import attention_runner
+    import torch
+
+    failures, count = [], 0
+    for dim in (64, 128):
+        for causal in (False, True):
+            q, k, v = (
+                torch.randn(2, 1536, 6, dim, device="cuda").to(torch.bfloat16) for _ in range(3)
+            )
+            first = None
+            for counter in (None, torch.zeros(2, dtype=torch.int32, device="cuda")):
+                o, lse = torch.empty_like(q), torch.empty(2, 6, 1536, device="cuda")
+                call = attention_runner.Attention(
+                    q, k, v, o, lse, causal=causal, tile_counter=counter
+                )
+                for _ in range(500):
+                    o.fill_(float("nan"))
+                    call.launch()
+                    count += 1
+                    if first is None:
+                        first = o.clone(), lse.clone()
+                    elif not (torch.equal(o, first[0]) and torch.equal(lse, first[1])):
+                        failures.append(f"d{dim} causal={causal}: repeat {count} differs")
+                        break
+    return count, failures
+
+
+# ---- time
+
+
+def variants(dim, causal):
+    spec = attention_plan.select(True, dim, dim, causal, False)
+    out = {
+        "ours": (spec, False),
+        "ours dynamic": (spec, True),
+        "ours turns": (replace(spec, turn_taking=1), False),
+        "ours turns dynamic": (replace(spec, turn_taking=1), True),
+    }
+    if dim == 64:
+        out["ours 128 rows"] = (replace(spec, warpgroups=2, q_in_registers=1), False)
+        out["ours 128 rows turns"] = (
+            replace(spec, warpgroups=2, q_in_registers=1, turn_taking=1),
+            False,
+        )
+    return out
+
+
+def phase_time(rounds):
+    import attention_runner
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    cycles = torch.zeros(1, dtype=torch.int64, device="cuda")
+    jobs, cells = [], {}
+    for dim in (64, 128):
+        for causal in (False, True):
+            for s in (1024, 4096, 16384):
+                batch, heads = 16384 // s, 2048 // dim
+                case = (dim, "causal" if causal else "full", s)
+                q, k, v = (
+                    torch.randn(batch, s, heads, dim, device="cuda").to(torch.bfloat16)
+                    for _ in range(3)
+                )
+                flops = 4.0 * batch * heads * s * s * dim / (2 if causal else 1)
+                lse = torch.empty(batch, heads, s, device="cuda")
+                for name, (spec, dynamic) in variants(dim, causal).items():
+                    o = torch.empty_like(q)
+                    counter = torch.zeros(2, dtype=torch.int32, device="cuda") if dynamic else None
+                    options = dict(spec=spec, causal=causal, tile_counter=counter)
+                    call = attention_runner.Attention(q, k, v, o, lse, **options)
+                    counted = attention_runner.Attention(
+                        q, k, v, o, lse, longest_block=cycles, **options
+                    )
+                    counts = []
+                    for _ in range(5):
+                        cycles.zero_()
+                        counted.launch()
+                        counts.append(int(cycles))
+                    use = flops / (4096 * multiprocessors * statistics.median(counts))
+                    cells[case, name] = {"flops": flops, "pipe_use": use, "ms": []}
+                    jobs.append((case, name, call.launch))
+                for name, backend in (
+                    ("cudnn", SDPBackend.CUDNN_ATTENTION),
+                    ("flash", SDPBackend.FLASH_ATTENTION),
+                ):
+
+                    def peer(q=q, k=k, v=v, causal=causal, backend=backend):
+                        with torch.no_grad(), sdpa_kernel(backend):
+                            sdpa(
+                                q.transpose(1, 2),
+                                k.transpose(1, 2),
+                                v.transpose(1, 2),
+                                is_causal=causal,
+                            )
+
+                    peer()
+                    cells[case, name] = {"flops": flops, "ms": []}
+                    jobs.append((case, name, peer))
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in range(rounds):
+        random.shuffle(jobs)
+        for case, name, job in jobs:
+            flush.zero_()
+            torch.cuda._sleep(400_000)  # the launch is queued before the device gets to it
+            events[0].record()
+            job()
+            events[1].record()
+            torch.cuda.synchronize()
+            cells[case, name]["ms"].append(events[0].elapsed_time(events[1]))
+    records = []
+    names = sorted({n for _, n in cells}, key=lambda n: (not n.startswith("ours"), n))
+    print(f"{'':24}" + "".join(f"{n:>22}" for n in names))
+    for case in sorted({c for c, _ in cells}):
+        line = f"d{case[0]} {case[1]} {case[2]}"
+        row = f"{line:24}"
+        base = statistics.median(cells[case, "cudnn"]["ms"])
+        for n in names:
+            cell = cells.get((case, n))
+            if cell is None:
+                row += f"{'':>22}"
+                continue
+            ms = statistics.median(cell["ms"])
+            cell["tflops"] = cell["flops"] / ms * 1e-9
+            text = f"{cell['tflops']:.0f} x{base / ms:.2f}"
+            if "pipe_use" in cell:
+                text += f" {100 * cell['pipe_use']:.1f}%"
+            row += f"{text:>22}"
+            records.append(
+                {
+                    "case": line,
+                    "impl": n,
+                    "ms": ms,
+                    "samples_ms": cell["ms"],
+                    "tflops": cell["tflops"],
+                    "pipe_use": cell.get("pipe_use"),
+                }
+            )
+        print(row)
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "kernel_time.json").write_text(json.dumps(records))
+    return len(records), []
+
+
+# ---- build
+
+
+def all_specs():
+    specs = set(attention_plan.registered())
+    for dim in (64, 128):
+        for causal in (False, True):
+            specs |= {spec for spec, _ in variants(dim, causal).values()}
+    for bf16 in (0, 1):
+        for causal in (0, 1):
+            for varlen in (0, 1):
+                for dims in ((64, 128), (128, 64)):
+                    specs.add(attention_plan.select(bf16, *dims, causal, varlen))
+    debugged = [s for s in specs if s.head_dim_qk == s.head_dim_v]
+    specs |= {replace(s, debug_waits=1) for s in debugged}
+    return sorted(specs, key=lambda s: s.name)
+
+
+def _build(spec):
+    import nvrtc
+
+    image, log = nvrtc.compile_text(attention_plan.kernel_text(), spec.name, [spec.define])
+    return spec, image, log
+
+
+def phase_build():
+    # attention_runner needs torch; the folder and file names are its.
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        print("no torch here: nothing to launch, so nothing is built")
+        return 0, []
+    import attention_runner
+
+    attention_runner.CUBINS.mkdir(parents=True, exist_ok=True)
+    attention_plan.library()
+    failures, count = [], 0
+    workers = max(1, len(os.sched_getaffinity(0)))
+    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+        for spec, image, log in pool.map(_build, all_specs()):
+            if image is None:
+                failures.append(f"{spec.name}: {log[:500]}")
+                continue
+            name = f"{spec.name}-{attention_runner.source_digest()}.cubin"
+            (attention_runner.CUBINS / name).write_bytes(image)
+            count += 1
+    return count, failures
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    phases = ("build", "tile", "debug", "check", "repeat", "time")
+    parser.add_argument("phase", nargs="?", choices=phases)
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    if options.phase is None:
+        status = 0
+        for phase in phases:
+            begin = time.time()
+            command = [sys.executable, __file__, phase, "--rounds", str(options.rounds)]
+            try:
+                code = subprocess.run(command, timeout=LIMITS.get(phase, 200)).returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+            print(f"== {phase}: exit {code}, {time.time() - begin:.0f} s", flush=True)
+            status = status or code
+        sys.exit(status)
+    run = {
+        "build": phase_build,
+        "tile": phase_tile,
+        "debug": phase_debug,
+        "check": phase_check,
+        "repeat": phase_repeat,
+        "time": lambda: phase_time(options.rounds),
+    }[options.phase]
+    count, failures = run()
+    for f in failures[:40]:
+        print("FAIL", f)
+    print(f"{options.phase}: {count} done, {len(failures)} failures", flush=True)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
