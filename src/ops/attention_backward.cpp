@@ -1,6 +1,7 @@
 // Exact attention, backward (docs/semantics.md section 2).
 #include <array>
 
+#include "cpu/attention.hpp"
 #include "ops/operators.hpp"
 #include "reference/attention.hpp"
 
@@ -8,7 +9,8 @@ namespace onchip::ops {
 
 namespace {
 
-constexpr std::array<Backend<AttentionBackwardProblem>, 1> kBackends = {{
+constexpr std::array<Backend<AttentionBackwardProblem>, 2> kBackends = {{
+    {"cpu", cpu::plan_attention_backward, cpu::run_attention_backward},
     {"reference", reference::plan_attention_backward, reference::run_attention_backward},
 }};
 

@@ -1,6 +1,7 @@
 // Exact attention, forward (docs/semantics.md section 2).
 #include <array>
 
+#include "cpu/attention.hpp"
 #include "ops/operators.hpp"
 #include "reference/attention.hpp"
 
@@ -8,7 +9,8 @@ namespace onchip::ops {
 
 namespace {
 
-constexpr std::array<Backend<AttentionForwardProblem>, 1> kBackends = {{
+constexpr std::array<Backend<AttentionForwardProblem>, 2> kBackends = {{
+    {"cpu", cpu::plan_attention_forward, cpu::run_attention_forward},
     {"reference", reference::plan_attention_forward, reference::run_attention_forward},
 }};
 

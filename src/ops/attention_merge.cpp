@@ -1,6 +1,7 @@
 // Two partial attention results into one (docs/semantics.md section 2).
 #include <array>
 
+#include "cpu/attention.hpp"
 #include "ops/operators.hpp"
 #include "reference/attention.hpp"
 
@@ -8,7 +9,8 @@ namespace onchip::ops {
 
 namespace {
 
-constexpr std::array<Backend<AttentionMergeProblem>, 1> kBackends = {{
+constexpr std::array<Backend<AttentionMergeProblem>, 2> kBackends = {{
+    {"cpu", cpu::plan_attention_merge, cpu::run_attention_merge},
     {"reference", reference::plan_attention_merge, reference::run_attention_merge},
 }};
 

@@ -3,6 +3,7 @@
 
 #include "core/settings.hpp"
 #include "core/thread_pool.hpp"
+#include "cpu/cpu_features.hpp"
 #include "ops/json.hpp"
 #include "ops/kernels.hpp"
 #include "ops/operators.hpp"
@@ -32,7 +33,12 @@ std::string describe() {
 #endif
   json += ", \"threads\": {\"in_use\": " + std::to_string(num_threads()) +
           ", \"available_cpus\": " + std::to_string(available_cpus()) + "}";
-  json += ", \"backends\": [{\"name\": \"reference\", \"available\": true, \"detail\": " +
+  const cpu::IsaChoice isa = cpu::choose_isa(settings());
+  json += ", \"backends\": [{\"name\": \"cpu\", \"available\": ";
+  json += isa.problem.empty() ? "true" : "false";
+  json += ", \"detail\": " +
+          json_string(isa.problem.empty() ? cpu::isa_name(isa.isa) : isa.problem.c_str()) + "}";
+  json += ", {\"name\": \"reference\", \"available\": true, \"detail\": " +
           json_string("fp64 loops on the CPU") + "}]";
   json += ", \"gpu\": " + describe_gpu();
   json += ", \"settings\": [";

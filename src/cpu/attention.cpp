@@ -1,0 +1,356 @@
+#include "cpu/attention.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "core/status.hpp"
+#include "core/thread_pool.hpp"
+#include "cpu/attention_unit.hpp"
+#include "cpu/cpu_features.hpp"
+
+namespace onchip::cpu {
+
+namespace {
+
+constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+constexpr std::int64_t kMaxHeadDim = 65536;  // keeps a worker's scratch below 128 MiB
+
+struct Unit {
+  std::size_t (*forward_scratch_bytes)(const ForwardShape& shape);
+  void (*forward)(const ForwardTask& task, std::byte* scratch);
+  void (*merge_row)(DType dtype, std::int64_t head_dim, const MergeRow& row);
+  const char* forward_name;
+  const char* merge_name;
+};
+
+#define ONCHIP_CPU_UNIT(isa)                                                        \
+  Unit {                                                                            \
+    isa::attention_forward_scratch_bytes, isa::attention_forward,                   \
+        isa::attention_merge_row, "attention_forward/" #isa, "attention_merge/" #isa \
+  }
+
+// Only of an instruction set that is available.
+Unit unit_of(Isa isa) {
+  switch (isa) {
+#if ONCHIP_CPU_HAS_AVX2
+    case Isa::avx2:
+      return ONCHIP_CPU_UNIT(avx2);
+#endif
+#if ONCHIP_CPU_HAS_AVX512
+    case Isa::avx512:
+      return ONCHIP_CPU_UNIT(avx512);
+#endif
+    default:
+      return ONCHIP_CPU_UNIT(portable);
+  }
+}
+
+#undef ONCHIP_CPU_UNIT
+
+// Which of the plan's words says what.
+enum Word : std::size_t { kIsa, kWorkers, kTaskRows, kScratchBytes, kTableBytes };
+
+Isa planned_isa(const BackendPlan& plan) { return static_cast<Isa>(plan.words[kIsa]); }
+
+std::int32_t planned_workers(const BackendPlan& plan) {
+  return static_cast<std::int32_t>(plan.words[kWorkers]);
+}
+
+std::int32_t workers_for(std::int64_t tasks) {
+  return static_cast<std::int32_t>(std::clamp<std::int64_t>(tasks, 1, std::max(num_threads(), 1)));
+}
+
+template <typename Problem>
+std::string unsupported(const Problem& problem, const Settings& settings) {
+  if (problem.device.type != ONCHIP_DEVICE_CPU) return "works on CPU tensors only";
+  if (!is_float(problem.dtype)) return "takes float64, float32, float16 and bfloat16 only";
+  return settings.num_threads_problem;
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+std::size_t rounded_up(std::size_t bytes) {
+  return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+}
+
+// ---- forward -------------------------------------------------------------------------------------
+
+std::int64_t group_size(const AttentionProblem& problem) {
+  return problem.num_heads_kv == 0 ? 0 : problem.num_heads_q / problem.num_heads_kv;
+}
+
+ForwardShape forward_shape(const AttentionForwardProblem& problem) {
+  const AttentionOptions& options = problem.options;
+  ForwardShape shape;
+  shape.dtype = problem.dtype;
+  shape.head_dim_qk = problem.head_dim_qk;
+  shape.head_dim_v = problem.head_dim_v;
+  shape.adjusts_scores = options.bias.wanted || options.mask.wanted ||
+                         options.alibi_slopes.wanted || options.q_segment_ids.wanted;
+  shape.dropout = options.dropout_p > 0.0;
+  // Q and O of a task stay below 1 MiB where that leaves a few rows.
+  while (shape.task_rows > 32 &&
+         shape.task_rows * (shape.head_dim_qk + shape.head_dim_v) > std::int64_t{1} << 17) {
+    shape.task_rows /= 2;
+  }
+  return shape;
+}
+
+// For each sequence the number of the tasks before it: first_task[num_seqs] is the number of all.
+class TaskTable {
+ public:
+  TaskTable(const AttentionForwardProblem& problem, std::int64_t task_rows, std::byte* memory)
+      : problem_(problem),
+        task_rows_(task_rows),
+        first_task_(reinterpret_cast<std::int64_t*>(memory)) {
+    std::int64_t count = 0;
+    for (std::int64_t n = 0; n < problem.num_seqs; ++n) {
+      first_task_[n] = count;
+      count += problem.num_heads_kv * blocks(problem.sequence(n));
+    }
+    first_task_[problem.num_seqs] = count;
+  }
+
+  static std::size_t bytes(const AttentionForwardProblem& problem) {
+    return rounded_up(static_cast<std::size_t>(problem.num_seqs + 1) * sizeof(std::int64_t));
+  }
+
+  std::int64_t count() const { return first_task_[problem_.num_seqs]; }
+
+  ForwardTask task(std::int64_t index) const;
+
+ private:
+  std::int64_t group_rows(const SequenceRange& s) const { return s.q_len * group_size(problem_); }
+  std::int64_t blocks(const SequenceRange& s) const {
+    return ceil_div(group_rows(s), task_rows_);
+  }
+
+  const AttentionForwardProblem& problem_;
+  std::int64_t task_rows_;
+  std::int64_t* first_task_;
+};
+
+UnitRows unit_rows(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head) {
+  if (rows.data == nullptr) return {};  // of an empty tensor
+  return {rows.at(batch, row, head), rows.head_stride, rows.row_stride};
+}
+
+UnitScores unit_scores(const ScoresView& scores, std::int64_t sequence, std::int64_t head) {
+  if (scores.data == nullptr) return {};
+  return {scores.at(sequence, head, 0, 0), scores.dtype, scores.head_stride, scores.row_stride,
+          scores.column_stride};
+}
+
+UnitHeadScalars unit_head_scalars(const HeadScalarsView& scalars, std::int64_t sequence,
+                                  std::int64_t head) {
+  if (scalars.data == nullptr) return {};
+  return {scalars.at(sequence, head), scalars.dtype, scalars.head_stride};
+}
+
+UnitSegments unit_segments(const SegmentIdsView& ids, std::int64_t batch, std::int64_t row) {
+  if (ids.data == nullptr) return {};
+  return {ids.data + batch * ids.batch_stride + row * ids.row_stride, ids.row_stride};
+}
+
+// A window wider than every sequence bounds nothing; as a small number it cannot overflow.
+std::int64_t clamped_window(std::int64_t window, const SequenceRange& s) {
+  return std::min(window, s.q_len + s.kv_len);
+}
+
+ForwardTask TaskTable::task(std::int64_t index) const {
+  const std::int64_t* next = std::upper_bound(first_task_, first_task_ + problem_.num_seqs, index);
+  const std::int64_t n = next - first_task_ - 1;
+  const SequenceRange s = problem_.sequence(n);
+  const std::int64_t in_sequence = index - first_task_[n];
+  const std::int64_t num_blocks = blocks(s);
+  const std::int64_t kv_head = in_sequence / num_blocks;
+  // Under a causal mask the last rows see most keys: they go first, and the ends of threads meet.
+  const std::int64_t block = num_blocks - 1 - in_sequence % num_blocks;
+  const std::int64_t head = kv_head * group_size(problem_);
+
+  ForwardTask task;
+  task.dtype = problem_.dtype;
+  task.head_dim_qk = problem_.head_dim_qk;
+  task.head_dim_v = problem_.head_dim_v;
+  task.seqlen_q = s.q_len;
+  task.seqlen_kv = s.kv_len;
+  task.row_begin = block * task_rows_;
+  task.row_end = std::min(task.row_begin + task_rows_, group_rows(s));
+  task.q = unit_rows(problem_.q, s.batch, s.q_begin, head);
+  task.k = unit_rows(problem_.k, s.batch, s.kv_begin, kv_head);
+  task.v = unit_rows(problem_.v, s.batch, s.kv_begin, kv_head);
+  task.o = unit_rows(problem_.o, s.batch, s.q_begin, head);
+  if (problem_.lse.wanted) {
+    task.lse = {problem_.lse.at(s.batch, s.q_begin, head), problem_.lse.head_stride,
+                problem_.lse.row_stride};
+  }
+
+  const AttentionOptions& options = problem_.options;
+  task.scale = options.scale;
+  task.softcap = options.softcap;
+  task.diagonal_offset = problem_.diagonal_offset(s);
+  task.window_left = clamped_window(options.window_left, s);
+  task.window_right = clamped_window(options.window_right, s);
+  task.bias = unit_scores(options.bias, n, head);
+  task.mask = unit_scores(options.mask, n, head);
+  task.alibi_slopes = unit_head_scalars(options.alibi_slopes, n, head);
+  task.sink = unit_head_scalars(options.sink, n, head);
+  task.q_segment_ids = unit_segments(options.q_segment_ids, s.batch, s.q_begin);
+  task.kv_segment_ids = unit_segments(options.kv_segment_ids, s.batch, s.kv_begin);
+  task.dropout = options.dropout.active;
+  task.dropout_threshold = options.dropout.threshold;
+  task.dropout_key[0] = options.dropout.key[0];
+  task.dropout_key[1] = options.dropout.key[1];
+  task.dropout_offset = options.dropout.offset;
+  task.dropout_stream = problem_.dropout_stream(n, head);
+  return task;
+}
+
+void clear_slack(const AttentionForwardProblem& problem) {
+  const auto row_bytes =
+      static_cast<std::size_t>(problem.head_dim_v * dtype_size(problem.dtype));
+  for_each_slack(problem, RowAxis::q, [&](std::int64_t batch, std::int64_t begin,
+                                          std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      for (std::int64_t head = 0; head < problem.num_heads_q; ++head) {
+        if (row_bytes > 0) std::memset(problem.o.at(batch, row, head), 0, row_bytes);
+        if (problem.lse.wanted) {
+          store_from_double(problem.lse.at(batch, row, head), problem.lse.dtype, kMinusInfinity);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
+                                  const Settings& settings) {
+  if (std::string reason = unsupported(problem, settings); !reason.empty()) return Reject{reason};
+  if (problem.options.tf32) return Reject{"precision tf32: this backend keeps float32 exact"};
+  const std::int64_t widest = std::max(problem.head_dim_qk, problem.head_dim_v);
+  if (widest > kMaxHeadDim) {
+    return Reject{"head dim " + std::to_string(widest) + ": at most " +
+                  std::to_string(kMaxHeadDim)};
+  }
+  const IsaChoice choice = choose_isa(settings);
+  if (!choice.problem.empty()) return Reject{choice.problem};
+  const Unit unit = unit_of(choice.isa);
+  const ForwardShape shape = forward_shape(problem);
+
+  // From shapes alone: the lengths may have changed when the plan is run. More workers than tasks
+  // would only cost memory.
+  const std::int64_t rows = problem.slot_q * group_size(problem);
+  const std::int64_t per_head =
+      problem.packed ? ceil_div(rows, shape.task_rows) + problem.num_seqs
+                     : ceil_div(rows, shape.task_rows) * problem.num_seqs;
+  const std::int32_t workers =
+      workers_for(per_head > num_threads() ? per_head : per_head * problem.num_heads_kv);
+  const std::size_t scratch = rounded_up(unit.forward_scratch_bytes(shape));
+
+  BackendPlan plan;
+  plan.kernel = unit.forward_name;
+  plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);
+  plan.words[kWorkers] = static_cast<std::uint64_t>(workers);
+  plan.words[kTaskRows] = static_cast<std::uint64_t>(shape.task_rows);
+  plan.words[kScratchBytes] = scratch;
+  plan.words[kTableBytes] = TaskTable::bytes(problem);
+  plan.workspace_bytes = plan.words[kTableBytes] + static_cast<std::size_t>(workers) * scratch;
+  plan.workspace_alignment = kScratchAlignment;
+  return plan;
+}
+
+PlanResult plan_attention_forward(const AttentionForwardProblem& problem) {
+  return plan_attention_forward(problem, settings());
+}
+
+void run_attention_forward(const BackendPlan& plan, const AttentionForwardProblem& problem,
+                           const RunContext& context) {
+  const Unit unit = unit_of(planned_isa(plan));
+  const TaskTable tasks(problem, static_cast<std::int64_t>(plan.words[kTaskRows]),
+                        context.workspace);
+  std::byte* scratch = context.workspace + plan.words[kTableBytes];
+  const std::size_t scratch_bytes = plan.words[kScratchBytes];
+  parallel_for(tasks.count(), planned_workers(plan), [&](std::int64_t index, std::int32_t worker) {
+    unit.forward(tasks.task(index), scratch + static_cast<std::size_t>(worker) * scratch_bytes);
+  });
+  clear_slack(problem);
+}
+
+// ---- backward ------------------------------------------------------------------------------------
+
+PlanResult plan_attention_backward(const AttentionBackwardProblem&) {
+  return Reject{"backward is not in this backend yet: use reference"};
+}
+
+void run_attention_backward(const BackendPlan&, const AttentionBackwardProblem& problem,
+                            const RunContext&) {
+  throw Error(ONCHIP_INTERNAL, std::string(problem.op) + ": cpu never plans a backward");
+}
+
+// ---- merge ---------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr std::int64_t kMergeRows = 64;  // of one head, a task
+
+void merge_row(const Unit& unit, const AttentionMergeProblem& problem, std::int64_t batch,
+               std::int64_t row, std::int64_t head) {
+  const double lse1 = load_as_double(problem.lse1.at(batch, row, head), problem.lse1.dtype);
+  const double lse2 = load_as_double(problem.lse2.at(batch, row, head), problem.lse2.dtype);
+  MergeRow parts;
+  parts.o = problem.o.at(batch, row, head);
+  parts.o1 = problem.o1.at(batch, row, head);
+  parts.o2 = problem.o2.at(batch, row, head);
+  parts.has1 = lse1 != kMinusInfinity;
+  parts.has2 = lse2 != kMinusInfinity;
+  double lse = parts.has1 ? lse1 : lse2;
+  if (parts.has1 && parts.has2) {
+    const double greater = lse1 < lse2 ? lse2 : lse1;
+    lse = greater + std::log(std::exp(lse1 - greater) + std::exp(lse2 - greater));
+  }
+  if (parts.has1) parts.weight1 = std::exp(lse1 - lse);
+  if (parts.has2) parts.weight2 = std::exp(lse2 - lse);
+  unit.merge_row(problem.dtype, problem.head_dim, parts);
+  if (problem.lse.wanted) {
+    store_from_double(problem.lse.at(batch, row, head), problem.lse.dtype, lse);
+  }
+}
+
+}  // namespace
+
+PlanResult plan_attention_merge(const AttentionMergeProblem& problem, const Settings& settings) {
+  if (std::string reason = unsupported(problem, settings); !reason.empty()) return Reject{reason};
+  const IsaChoice choice = choose_isa(settings);
+  if (!choice.problem.empty()) return Reject{choice.problem};
+  BackendPlan plan;
+  plan.kernel = unit_of(choice.isa).merge_name;
+  plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);
+  plan.words[kWorkers] = static_cast<std::uint64_t>(std::max(num_threads(), 1));
+  return plan;
+}
+
+PlanResult plan_attention_merge(const AttentionMergeProblem& problem) {
+  return plan_attention_merge(problem, settings());
+}
+
+void run_attention_merge(const BackendPlan& plan, const AttentionMergeProblem& problem,
+                         const RunContext&) {
+  const Unit unit = unit_of(planned_isa(plan));
+  const std::int64_t blocks = ceil_div(problem.rows, kMergeRows);
+  parallel_for(problem.batch * problem.num_heads * blocks, planned_workers(plan),
+               [&](std::int64_t task, std::int32_t) {
+                 const std::int64_t pair = task / blocks;
+                 const std::int64_t begin = task % blocks * kMergeRows;
+                 const std::int64_t end = std::min(begin + kMergeRows, problem.rows);
+                 for (std::int64_t row = begin; row < end; ++row) {
+                   merge_row(unit, problem, pair / problem.num_heads, row,
+                             pair % problem.num_heads);
+                 }
+               });
+}
+
+}  // namespace onchip::cpu
