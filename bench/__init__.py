@@ -1,0 +1,1 @@
+"""Benchmarks: named cases, what can compute them, measurements, and the records of both."""

@@ -1,0 +1,165 @@
+"""Records: one JSON file a run, with what is needed to judge its figures (bench/README.md)."""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Record = dict[str, Any]
+
+SCHEMA = 1
+_PACKAGES = ("onchip", "numpy", "torch")
+_COPY_BYTES = 256 << 20
+_MATMUL_SIZE = 2048
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def build(results: list[Record], skipped: list[Record]) -> Record:
+    """`skipped` has case, impl and reason of what was asked for and could not be measured."""
+    commit = _git("rev-parse", "HEAD")
+    record = {
+        "schema": SCHEMA,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "dirty": None if commit is None else bool(_git("status", "--porcelain")),
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "machine": machine(),
+        "versions": versions(),
+        "ceilings": ceilings(),
+        "results": results,
+        "skipped": skipped,
+    }
+    check(record)
+    return record
+
+
+def write(record: Record, path: Path) -> None:
+    check(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def machine() -> Record:
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        # Nothing measured here runs on a GPU.
+        "gpu": None,
+    }
+
+
+def versions() -> Record:
+    found: Record = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    config: Any = np.show_config(mode="dicts")
+    found["blas"] = config["Build Dependencies"]["blas"]["name"]
+    return found
+
+
+def ceilings() -> Record:
+    """What NumPy reaches at best here, in the same run: bounds to read the figures against."""
+    source = np.ones(_COPY_BYTES // 4, np.float32)
+    target = np.empty_like(source)
+    copy_s = _best_time(lambda: np.copyto(target, source))
+    a = np.ones((_MATMUL_SIZE, _MATMUL_SIZE), np.float32)
+    product = np.empty_like(a)
+    matmul_s = _best_time(lambda: np.matmul(a, a, out=product))
+    return {
+        "copy_tbps": 2 * _COPY_BYTES / copy_s / 1e12,
+        "matmul_fp32_tflops": 2 * _MATMUL_SIZE**3 / matmul_s / 1e12,
+    }
+
+
+def check(record: Record) -> None:
+    """Raises ValueError for a record that a reader could not judge."""
+    _require(record, "record", _RECORD_FIELDS)
+    if record["schema"] != SCHEMA:
+        raise ValueError(f"record.schema: got {record['schema']!r}, wanted {SCHEMA}")
+    for index, result in enumerate(record["results"]):
+        place = f"record.results[{index}]"
+        _require(result, place, _RESULT_FIELDS)
+        _require(result["error"], f"{place}.error", _ERROR_FIELDS)
+        if not result["samples_ms"] or statistics.median(result["samples_ms"]) != result["ms"]:
+            raise ValueError(f"{place}.ms: got {result['ms']!r}, wanted the median of samples_ms")
+    for index, entry in enumerate(record["skipped"]):
+        _require(
+            entry, f"record.skipped[{index}]", dict.fromkeys(("case", "impl", "reason"), (str,))
+        )
+
+
+_NUMBER = (int, float)
+_OR_NONE = (type(None),)
+_RECORD_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "created": (str,),
+    "commit": (str, *_OR_NONE),
+    "dirty": (bool, *_OR_NONE),
+    "command": (str,),
+    "machine": (dict,),
+    "versions": (dict,),
+    "ceilings": (dict,),
+    "results": (list,),
+    "skipped": (list,),
+}
+_RESULT_FIELDS: dict[str, tuple[type, ...]] = {
+    "case": (str,),
+    "impl": (str,),
+    "backend": (str,),
+    "kernel": (str,),
+    "ms": _NUMBER,
+    "samples_ms": (list,),
+    "tflops": _NUMBER,
+    "gbps": _NUMBER,
+    "peak_bytes": (int, *_OR_NONE),
+    "error": (dict,),
+}
+_ERROR_FIELDS: dict[str, tuple[type, ...]] = {"vs": (str,), "max": _NUMBER, "rms": _NUMBER}
+
+
+def _require(entry: Record, place: str, fields: dict[str, tuple[type, ...]]) -> None:
+    for name, kinds in fields.items():
+        if not isinstance(entry.get(name, ...), kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{place}.{name}: got {entry.get(name)!r}, wanted {wanted}")
+
+
+def _best_time(call: Callable[[], object], repeats: int = 5) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _git(*arguments: str) -> str | None:
+    """None outside a checkout, or where git is not installed."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()

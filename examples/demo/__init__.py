@@ -1,0 +1,1 @@
+"""`python -m examples.demo`: exact attention in a real encoder, then against the plain formula."""
