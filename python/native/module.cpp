@@ -35,7 +35,51 @@ PyObject* get_num_threads(PyObject*, PyObject*) {
   return PyLong_FromLong(onchip_get_num_threads());
 }
 
-std::array<PyMethodDef, 7> functions = {{
+// A text about the kernels whose name contains `filter`; may compile them.
+template <auto Function>
+PyObject* kernels_text(PyObject*, PyObject* filter) {
+  return guarded<>(static_cast<PyObject*>(nullptr), [&] {
+    const char* wanted = utf8(filter);
+    return text_of([&](char* text, std::size_t capacity, std::size_t* length) {
+             const WithoutGil others_run;
+             return Function(wanted, text, capacity, length);
+           })
+        .release();
+  });
+}
+
+PyObject* kernels_warm(PyObject*, PyObject* filter) {
+  return guarded<>(static_cast<PyObject*>(nullptr), [&]() -> PyObject* {
+    const char* wanted = utf8(filter);
+    onchip_status status = ONCHIP_OK;
+    {
+      const WithoutGil others_run;
+      status = onchip_kernels_warm(wanted);
+    }
+    check_status(status);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* kernels_build(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded<>(static_cast<PyObject*>(nullptr), [&]() -> PyObject* {
+    if (count != 2) {
+      PyErr_SetString(PyExc_TypeError, "kernels_build() takes 2 arguments");
+      throw PythonError{};
+    }
+    const char* wanted = utf8(args[0]);
+    const char* path = utf8(args[1]);
+    onchip_status status = ONCHIP_OK;
+    {
+      const WithoutGil others_run;
+      status = onchip_kernels_build(wanted, path);
+    }
+    check_status(status);
+    Py_RETURN_NONE;
+  });
+}
+
+std::array<PyMethodDef, 11> functions = {{
     {"tensor", fastcall(tensor_of_array), METH_FASTCALL,
      "tensor(op, argument, array, dtype, writable, stream, /)\n--\n\nAn array's memory."},
     {"shape", fastcall(tensor_of_shape), METH_FASTCALL,
@@ -46,6 +90,14 @@ std::array<PyMethodDef, 7> functions = {{
      "set_num_threads(num_threads, /)\n--\n\nThreads that CPU backends use at most."},
     {"get_num_threads", get_num_threads, METH_NOARGS,
      "get_num_threads()\n--\n\nThreads that CPU backends use at most."},
+    {"kernels_list", kernels_text<onchip_kernels_list>, METH_O,
+     "kernels_list(filter, /)\n--\n\nRegistered GPU kernels, as JSON text."},
+    {"kernels_resources", kernels_text<onchip_kernels_resources>, METH_O,
+     "kernels_resources(filter, /)\n--\n\nWhat each GPU kernel uses, as JSON text."},
+    {"kernels_warm", kernels_warm, METH_O,
+     "kernels_warm(filter, /)\n--\n\nCompiles GPU kernels into the kernel cache."},
+    {"kernels_build", fastcall(kernels_build), METH_FASTCALL,
+     "kernels_build(filter, path, /)\n--\n\nWrites GPU kernels to an archive."},
     {nullptr, nullptr, 0, nullptr},
 }};
 

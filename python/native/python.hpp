@@ -131,16 +131,16 @@ inline PyCFunction fastcall(FastCall function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-// The text of a C function that follows the buffer rule of onchip_explain.
+// The text of a C function that follows the buffer rule of onchip_explain. Called again only where
+// the text is long: some of them work to find it.
 template <typename F>
 Ref text_of(F&& write) {
+  std::string text(std::size_t{1} << 16, '\0');
   std::size_t length = 0;
-  check_status(write(nullptr, std::size_t{0}, &length));
-  std::string text;
-  // The text may grow between the calls, with another thread's settings.
-  while (text.size() <= length) {
-    text.resize(length + 1);
+  for (;;) {
     check_status(write(text.data(), text.size(), &length));
+    if (length < text.size()) break;
+    text.resize(length + 1);
   }
   return checked(PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(length)));
 }

@@ -1,0 +1,54 @@
+"""The command line as a typer application; needs the extra `cli`."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from onchip.cli.signature import Command, Parameter, parameters
+
+
+def _as_typer(parameter: Parameter) -> inspect.Parameter:
+    wanted: Any = parameter.type
+    if parameter.default is None:
+        wanted = wanted | None
+    how: Any
+    if parameter.positional:
+        how = typer.Argument(help=parameter.help)
+    else:
+        how = typer.Option(parameter.flag, help=parameter.help, show_default=False)
+    return inspect.Parameter(
+        parameter.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=parameter.default,
+        annotation=Annotated[wanted, how],
+    )
+
+
+def _wrapped(command: Command) -> Callable[..., None]:
+    def call(**values: Any) -> None:
+        Console(soft_wrap=True, markup=False).print(command(**values), end="")
+
+    made = [_as_typer(parameter) for parameter in parameters(command)]
+    call.__doc__ = command.__doc__
+    call.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
+    return call
+
+
+def run(commands: Sequence[Command], words: Sequence[str]) -> int:
+    app = typer.Typer(name="onchip", no_args_is_help=True, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def about() -> None:
+        """Exact and linear attention whose intermediates stay on the chip."""
+
+    for command in commands:
+        app.command(command.__name__)(_wrapped(command))
+    try:
+        app(args=list(words), prog_name="onchip")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    return 0

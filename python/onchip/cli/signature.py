@@ -1,0 +1,36 @@
+"""A command's parameters, read from its signature."""
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Command = Callable[..., str]
+
+
+class Parameter(NamedTuple):
+    name: str
+    type: type  # str, int, float or bool
+    default: Any  # inspect.Parameter.empty: required
+    help: str
+    positional: bool
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def parameters(command: Command) -> list[Parameter]:
+    """Each is `name: Annotated[T, "help"]` or `name: Annotated[T | None, "help"] = None`."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    found = []
+    for parameter in inspect.signature(command).parameters.values():
+        annotated, text = typing.get_args(hints[parameter.name])
+        choices = [t for t in typing.get_args(annotated) or (annotated,) if t is not type(None)]
+        positional = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+        found.append(Parameter(parameter.name, choices[0], parameter.default, text, positional))
+    return found
