@@ -38,15 +38,15 @@ class Call {
   explicit Call(std::string_view op) : op_(op) {}
 
   TensorView input(std::string_view name, const onchip_tensor* tensor) {
-    fingerprint.add(tensor);
     TensorView view = checked_view(op_, name, tensor);
+    fingerprint.add(tensor);
     if (view.present()) inputs_.push_back({name, view});
     return view;
   }
 
   TensorView output(std::string_view name, const onchip_tensor* tensor) {
-    fingerprint.add(tensor);
     TensorView view = checked_view(op_, name, tensor);
+    fingerprint.add(tensor);
     if (view.present()) outputs_.push_back({name, view});
     return view;
   }
