@@ -48,7 +48,8 @@ def with_includes(path: Path, seen: set[Path]) -> set[Path]:
 
 def key_of(path: Path, command: str, version: str) -> str:
     digest = hashlib.sha256(f"{version}\n{command}\n".encode())
-    for dependency in [ROOT / ".clang-tidy", *sorted(with_includes(path, set()))]:
+    rules = [folder / ".clang-tidy" for folder in path.parents if (folder / ".clang-tidy").exists()]
+    for dependency in [*rules, *sorted(with_includes(path, set()))]:
         digest.update(dependency.read_bytes())
     return digest.hexdigest()
 
