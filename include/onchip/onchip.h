@@ -1,10 +1,10 @@
-/* onchip C ABI: exact (softmax) attention and linear attention whose intermediates stay on the chip.
+/* onchip C ABI: exact (softmax) and linear attention whose intermediates stay on the chip.
  *
  * What every operator means is written in docs/semantics.md; this header states shapes, dtypes,
  * defaults and errors. Conventions:
  *
- *  - A tensor is a `const onchip_tensor*`; NULL means absent. Outputs are described the same way and
- *    written through `data`. Inputs are never written.
+ *  - A tensor is a `const onchip_tensor*`; NULL means absent. Outputs are described the same way
+ *    and written through `data`. Inputs are never written.
  *  - Every operator X has three steps: fill a `*_args` struct, `onchip_X_plan` (checks the whole
  *    contract, picks a backend, says how much workspace is needed; touches no tensor data on a
  *    device), `onchip_X_run` (computes on the caller's stream, in the caller's workspace).
@@ -45,7 +45,7 @@ typedef int32_t onchip_status;
 enum {
   ONCHIP_OK = 0,
   ONCHIP_INVALID_ARGUMENT = 1, /* the call breaks the contract: no backend could ever take it */
-  ONCHIP_UNSUPPORTED = 2,      /* legal, but no (or not the forced) backend takes it; all reasons listed */
+  ONCHIP_UNSUPPORTED = 2,      /* legal, but no (or not the forced) backend takes it */
   ONCHIP_OUT_OF_MEMORY = 3,
   ONCHIP_COMPILE_FAILED = 4, /* a GPU kernel could not be compiled or loaded */
   ONCHIP_DEVICE_ERROR = 5,   /* the device driver reported an error */
@@ -83,8 +83,8 @@ enum { ONCHIP_DEVICE_CPU = 1, ONCHIP_DEVICE_CUDA = 2 };
 
 /* A strided view. This struct is frozen. The innermost stride must be 1 wherever that axis has more
  * than one element; outer strides may be anything for inputs (0, negative and overlapping views
- * included) and must not make an output overlap itself. `data` may be NULL only if some extent is 0,
- * and is aligned to the element's size. */
+ * included) and must not make an output overlap itself. `data` may be NULL only if some extent is
+ * 0, and is aligned to the element's size. */
 typedef struct onchip_tensor {
   void* data;
   int32_t dtype;       /* onchip_dtype */
@@ -107,18 +107,13 @@ typedef struct onchip_plan {
   uint64_t opaque[24];
 } onchip_plan;
 
-#define ONCHIP_PLAN_INIT \
-  { sizeof(onchip_plan), 0, 1, NULL, NULL, {0} }
+#define ONCHIP_PLAN_INIT {sizeof(onchip_plan), 0, 1, NULL, NULL, {0}}
 
 /* Operators, for onchip_explain. */
 typedef int32_t onchip_operator;
-enum {
-  ONCHIP_ATTENTION_FORWARD = 1,
-  ONCHIP_ATTENTION_BACKWARD = 2,
-  ONCHIP_ATTENTION_MERGE = 3
-};
+enum { ONCHIP_ATTENTION_FORWARD = 1, ONCHIP_ATTENTION_BACKWARD = 2, ONCHIP_ATTENTION_MERGE = 3 };
 
-/* ---- exact attention (docs/semantics.md, section 2) -------------------------------------------- */
+/* ---- exact attention (docs/semantics.md, section 2) ------------------------------------------ */
 
 /* Where query row i stands among the keys: off = seqlen_kv - seqlen_q, or 0. */
 enum { ONCHIP_BOTTOM_RIGHT = 0, ONCHIP_TOP_LEFT = 1 };
@@ -138,15 +133,15 @@ typedef struct onchip_attention_options {
   int64_t window_right; /* keys j <= i + off + right are visible; -1 = no bound */
   int64_t max_seqlen_q; /* hints for packed tensors; -1 = absent; a wrong one changes no result */
   int64_t max_seqlen_kv;
-  int32_t causal;          /* 0 or 1: j <= i + off */
-  int32_t alignment;       /* ONCHIP_BOTTOM_RIGHT or ONCHIP_TOP_LEFT */
-  int32_t precision;       /* ONCHIP_PRECISION_* */
-  int32_t deterministic;   /* backward bitwise repeatable (forward always is) */
-  int32_t batch_invariant; /* a sequence's bits do not depend on what else is in the call */
-  int32_t check;           /* also validate values that live on a device: synchronises */
-  const char* backend;     /* force one by name; NULL picks */
-  const onchip_tensor* bias;           /* float [num_seqs|1, Hq|1, Sq|1, Sk|1], added after softcap */
-  const onchip_tensor* mask;           /* bool, same shapes; true = visible */
+  int32_t causal;            /* 0 or 1: j <= i + off */
+  int32_t alignment;         /* ONCHIP_BOTTOM_RIGHT or ONCHIP_TOP_LEFT */
+  int32_t precision;         /* ONCHIP_PRECISION_* */
+  int32_t deterministic;     /* backward bitwise repeatable (forward always is) */
+  int32_t batch_invariant;   /* a sequence's bits do not depend on what else is in the call */
+  int32_t check;             /* also validate values that live on a device: synchronises */
+  const char* backend;       /* force one by name; NULL picks */
+  const onchip_tensor* bias; /* float [num_seqs|1, Hq|1, Sq|1, Sk|1], after softcap */
+  const onchip_tensor* mask; /* bool, same shapes; true = visible */
   const onchip_tensor* alibi_slopes;   /* float [Hq] or [num_seqs, Hq] */
   const onchip_tensor* q_segment_ids;  /* int32 [batch, Sq], packed [total_q]; with the next */
   const onchip_tensor* kv_segment_ids; /* int32 [batch, Sk], packed [total_kv] */
@@ -158,11 +153,13 @@ typedef struct onchip_attention_options {
   const onchip_tensor* seqlens_kv;     /* absent, with cu_seqlens_kv absent too: as seqlens_q */
 } onchip_attention_options;
 
-#define ONCHIP_ATTENTION_OPTIONS_INIT                                                           \
-  {                                                                                             \
-    sizeof(onchip_attention_options), (double)NAN, 0.0, 0.0, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0,  \
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                  \
+/* clang-format off */
+#define ONCHIP_ATTENTION_OPTIONS_INIT \
+  { \
+    sizeof(onchip_attention_options), (double)NAN, 0.0, 0.0, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL \
   }
+/* clang-format on */
 
 /* O = softmax(mask(softcap(scale Q K^T) + bias - alibi)) V, tiled with an online softmax
  * (Milakov & Gimelshein 2018; Dao et al. 2022, Algorithm 1).
@@ -181,7 +178,7 @@ typedef struct onchip_attention_forward_args {
 } onchip_attention_forward_args;
 
 #define ONCHIP_ATTENTION_FORWARD_ARGS_INIT \
-  { sizeof(onchip_attention_forward_args), NULL, NULL, NULL, NULL, NULL, NULL }
+  {sizeof(onchip_attention_forward_args), NULL, NULL, NULL, NULL, NULL, NULL}
 
 /* Gradients by recomputation from o and lse (Dao et al. 2022, Algorithm 4), with
  * dS_ij = P_ij (dP_ij - rowsum(d_o o)_i + d_lse_i).
@@ -204,16 +201,19 @@ typedef struct onchip_attention_backward_args {
   const onchip_attention_options* options;
 } onchip_attention_backward_args;
 
-#define ONCHIP_ATTENTION_BACKWARD_ARGS_INIT                                                  \
-  {                                                                                          \
-    sizeof(onchip_attention_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,  \
-        NULL, NULL, NULL, NULL, NULL                                                         \
+/* clang-format off */
+#define ONCHIP_ATTENTION_BACKWARD_ARGS_INIT \
+  { \
+    sizeof(onchip_attention_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+        NULL, NULL, NULL, NULL, NULL \
   }
+/* clang-format on */
 
 /* Two partial results over disjoint key sets into the result over their union:
  * lse = log(e^lse1 + e^lse2), o = e^(lse1-lse) o1 + e^(lse2-lse) o2; two empty parts give 0, -inf.
  *   o1, o2, o: one shape and float dtype, [batch, S, H, D] or packed [total, H, D];
- *   lse1, lse2, lse [batch, H, S] or packed [H, total]; fp64 with fp64, else fp32. lse may be NULL. */
+ *   lse1, lse2, lse [batch, H, S] or packed [H, total]; fp64 with fp64, else fp32;
+ *   lse may be NULL. */
 typedef struct onchip_attention_merge_args {
   size_t struct_size;
   const onchip_tensor* o1;
@@ -226,7 +226,7 @@ typedef struct onchip_attention_merge_args {
 } onchip_attention_merge_args;
 
 #define ONCHIP_ATTENTION_MERGE_ARGS_INIT \
-  { sizeof(onchip_attention_merge_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  {sizeof(onchip_attention_merge_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 
 /* plan: `plan` is caller-initialised with ONCHIP_PLAN_INIT and filled only on success.
  * run: `workspace` is plan->workspace_bytes of q's device's memory at plan->workspace_alignment
@@ -248,12 +248,12 @@ ONCHIP_API onchip_status onchip_attention_merge_run(const onchip_plan* plan,
                                                     const onchip_attention_merge_args* args,
                                                     void* workspace, void* stream);
 
-/* ---- looking inside ---------------------------------------------------------------------------- */
+/* ---- looking inside -------------------------------------------------------------------------- */
 
-/* Which backend and kernel would take this call, and why each other one would not: text, one backend
- * a line. `args` is the operator's args struct. Writes at most `capacity` bytes, the terminating NUL
- * included; `*length` (may be NULL) gets the whole text's length without it. A call that breaks the
- * contract fails as plan would; one that no backend takes succeeds and says so. */
+/* Which backend and kernel would take this call, and why each other one would not: text, one
+ * backend a line. `args` is the operator's args struct. Writes at most `capacity` bytes, the
+ * terminating NUL included; `*length` (may be NULL) gets the whole text's length without it. A call
+ * that breaks the contract fails as plan would; one that no backend takes succeeds and says so. */
 ONCHIP_API onchip_status onchip_explain(onchip_operator op, const void* args, char* text,
                                         size_t capacity, size_t* length);
 
@@ -267,12 +267,12 @@ ONCHIP_API onchip_status onchip_describe(char* text, size_t capacity, size_t* le
 ONCHIP_API onchip_status onchip_set_num_threads(int32_t num_threads);
 ONCHIP_API int32_t onchip_get_num_threads(void);
 
-/* ---- GPU kernels ahead of their first call -------------------------------------------------------
+/* ---- GPU kernels ahead of their first call ------------------------------------------------------
  *
  * A GPU kernel is compiled at its first use and kept on disk (docs/settings.md, ONCHIP_CACHE_DIR).
  * These do it ahead of time for the registered ones: a kernel, the values it is compiled for, an
- * architecture. `filter` picks those whose name contains it; NULL or "" picks all. No GPU is needed,
- * only NVRTC. Text is JSON, same buffer rule as onchip_explain. */
+ * architecture. `filter` picks those whose name contains it; NULL or "" picks all. No GPU is
+ * needed, only NVRTC. Text is JSON, same buffer rule as onchip_explain. */
 
 /* {"kernels": [{"name", "kernel", "architecture", "spec": {field: value}}]}. Compiles nothing. */
 ONCHIP_API onchip_status onchip_kernels_list(const char* filter, char* text, size_t capacity,
@@ -283,13 +283,13 @@ ONCHIP_API onchip_status onchip_kernels_warm(const char* filter);
 
 /* {"kernels": [{"name", "origin", "compiler", "registers", "spill_store_bytes", "spill_load_bytes",
  * "stack_bytes", "static_shared_bytes", "dynamic_shared_bytes", "barriers", "advisories",
- * "cubin_bytes"}]}: origin is "archive", "disk" or "compiler"; advisories counts the compiler's notes
- * on lost performance (wgmma serialised, ...). */
+ * "cubin_bytes"}]}: origin is "archive", "disk" or "compiler"; advisories counts the compiler's
+ * notes on lost performance (wgmma serialised, ...). */
 ONCHIP_API onchip_status onchip_kernels_resources(const char* filter, char* text, size_t capacity,
                                                   size_t* length);
 
-/* Writes them to an archive file at `path`. The library reads the file onchip_kernels.bin in its own
- * folder: kernels in it need no NVRTC. */
+/* Writes them to an archive file at `path`. The library reads the file onchip_kernels.bin in its
+ * own folder: kernels in it need no NVRTC. */
 ONCHIP_API onchip_status onchip_kernels_build(const char* filter, const char* path);
 
 #ifdef __cplusplus

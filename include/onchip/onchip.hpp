@@ -25,7 +25,7 @@
 
 namespace onchip {
 
-// ---- errors --------------------------------------------------------------------------------------
+// ---- errors -------------------------------------------------------------------------------------
 
 class Exception : public std::runtime_error {
  public:
@@ -64,7 +64,7 @@ inline void check(onchip_status status) {
   }
 }
 
-// ---- tensors -------------------------------------------------------------------------------------
+// ---- tensors ------------------------------------------------------------------------------------
 
 // A view with `present` beside it, so that optional tensors need no pointers.
 class Tensor {
@@ -140,7 +140,7 @@ Tensor tensor(T* data, std::initializer_list<std::int64_t> shape) {
                 std::span<const std::int64_t>(shape.begin(), shape.size()));
 }
 
-// ---- exact attention -------------------------------------------------------------------------------
+// ---- exact attention ----------------------------------------------------------------------------
 
 struct AttentionOptions {
   double scale = std::numeric_limits<double>::quiet_NaN();  // NaN: head_dim_qk^-1/2
@@ -245,10 +245,11 @@ struct AttentionMergeTensors {
   }
 };
 
-// ---- plan and run ----------------------------------------------------------------------------------
+// ---- plan and run -------------------------------------------------------------------------------
 
 // plan() of each operator, for callers who own the workspace (required for CUDA tensors).
-inline onchip_plan plan(const AttentionForwardTensors& tensors, const AttentionOptions& options = {}) {
+inline onchip_plan plan(const AttentionForwardTensors& tensors,
+                        const AttentionOptions& options = {}) {
   const onchip_attention_options c_options = options.c_options();
   const onchip_attention_forward_args args = tensors.c_args(&c_options);
   onchip_plan result = ONCHIP_PLAN_INIT;
@@ -338,7 +339,7 @@ inline void attention_merge(const AttentionMergeTensors& tensors, const std::str
   detail::plan_and_run_on_host(tensors, backend);
 }
 
-// ---- looking inside ----------------------------------------------------------------------------------
+// ---- looking inside -----------------------------------------------------------------------------
 
 namespace detail {
 

@@ -1,5 +1,5 @@
-// Normalised arguments of exact attention: what src/ops makes of a call once its contract holds, and
-// all that a backend ever sees. Strides here are in bytes; broadcast axes have stride 0.
+// Normalised arguments of exact attention: what src/ops makes of a call once its contract holds,
+// and all that a backend ever sees. Strides here are in bytes; broadcast axes have stride 0.
 #pragma once
 
 #include <algorithm>

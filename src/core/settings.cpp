@@ -69,11 +69,11 @@ Settings parse_settings(const char* num_threads, const char* cpu_isa, const GpuE
 }
 
 const Settings& settings() {
-  static const Settings parsed = parse_settings(
-      std::getenv("ONCHIP_NUM_THREADS"), std::getenv("ONCHIP_CPU_ISA"),
-      {trusted_variable("ONCHIP_NVRTC"), trusted_variable("ONCHIP_CACHE_DIR"),
-       trusted_variable("XDG_CACHE_HOME"), trusted_variable("HOME"), trusted_variable("CUDA_HOME"),
-       trusted_variable("CUDA_PATH")});
+  static const Settings parsed =
+      parse_settings(std::getenv("ONCHIP_NUM_THREADS"), std::getenv("ONCHIP_CPU_ISA"),
+                     {trusted_variable("ONCHIP_NVRTC"), trusted_variable("ONCHIP_CACHE_DIR"),
+                      trusted_variable("XDG_CACHE_HOME"), trusted_variable("HOME"),
+                      trusted_variable("CUDA_HOME"), trusted_variable("CUDA_PATH")});
   return parsed;
 }
 

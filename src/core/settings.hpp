@@ -12,9 +12,9 @@ struct Settings {
   std::int32_t num_threads = 0;  // ONCHIP_NUM_THREADS; 0 = as many as this process may use
   std::string cpu_isa;           // ONCHIP_CPU_ISA: "portable", "avx2", "avx512"; "" = the best
   std::string nvrtc;             // ONCHIP_NVRTC: the NVRTC library to load; "" = look for one
-  std::string cache_dir;         // ONCHIP_CACHE_DIR: where compiled GPU kernels are kept; "" = nowhere
-  bool cache_dir_set = false;    // by ONCHIP_CACHE_DIR, not by default
-  std::string cuda_home;         // CUDA_HOME or else CUDA_PATH: a place to look for NVRTC; "" = none
+  std::string cache_dir;  // ONCHIP_CACHE_DIR: where compiled GPU kernels are kept; "" = nowhere
+  bool cache_dir_set = false;  // by ONCHIP_CACHE_DIR, not by default
+  std::string cuda_home;       // CUDA_HOME or else CUDA_PATH: a place to look for NVRTC; "" = none
 
   // A variable whose text could not be used: it takes its default, and every plan of a backend it
   // concerns rejects with this text, so that a typo is never silent.
@@ -27,8 +27,8 @@ const Settings& settings();
 
 struct SettingRow {
   const char* name;
-  std::string value;        // what is in force
-  const char* origin;       // "environment" or "default"
+  std::string value;   // what is in force
+  const char* origin;  // "environment" or "default"
 };
 
 std::vector<SettingRow> setting_rows();

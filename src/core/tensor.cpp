@@ -95,7 +95,8 @@ TensorView checked_view(std::string_view op, std::string_view name, const onchip
     throw_invalid(op, name, "device type " + std::to_string(tensor->device_type),
                   "1 (CPU) or 2 (CUDA)");
   }
-  if (tensor->device_id < 0 || (tensor->device_type == ONCHIP_DEVICE_CPU && tensor->device_id != 0)) {
+  if (tensor->device_id < 0 ||
+      (tensor->device_type == ONCHIP_DEVICE_CPU && tensor->device_id != 0)) {
     throw_invalid(op, name, "device id " + std::to_string(tensor->device_id),
                   "0 for the CPU, an ordinal from 0 for CUDA");
   }

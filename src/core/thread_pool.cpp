@@ -101,9 +101,9 @@ struct Job {
   TaskFunction function;
   void* closure;
   std::int64_t count;
-  std::int32_t slots;               // workers that may take part, caller included
-  std::int32_t taken = 1;           // worker numbers handed out; guarded by the pool's mutex
-  std::int32_t active = 0;          // pool threads inside; guarded by the pool's mutex
+  std::int32_t slots;       // workers that may take part, caller included
+  std::int32_t taken = 1;   // worker numbers handed out; guarded by the pool's mutex
+  std::int32_t active = 0;  // pool threads inside; guarded by the pool's mutex
   std::atomic<std::int64_t> next{0};
   std::mutex failure_mutex{};
   std::exception_ptr failure{};

@@ -17,7 +17,8 @@ constexpr std::array<Backend<AttentionBackwardProblem>, 2> kBackends = {{
 }  // namespace
 
 const AttentionBackward& attention_backward() {
-  static const AttentionBackward op{ONCHIP_ATTENTION_BACKWARD, "attention_backward", ONCHIP_ATTENTION_BACKWARD_ARGS_INIT, kBackends};
+  static const AttentionBackward op{ONCHIP_ATTENTION_BACKWARD, "attention_backward",
+                                    ONCHIP_ATTENTION_BACKWARD_ARGS_INIT, kBackends};
   return op;
 }
 

@@ -152,9 +152,8 @@ void read_geometry(const Call& call, const TensorView& q, const TensorView& k, c
   const std::int32_t rank = packed ? 3 : 4;
   const char* axes = packed ? "rank 3 [total, heads, dim] (cu_seqlens given)"
                             : "rank 4 [batch, seqlen, heads, dim] (no cu_seqlens)";
-  for (const auto& [name, tensor] : {std::pair<std::string_view, const TensorView*>{"q", &q},
-                                     {"k", &k},
-                                     {"v", &v}}) {
+  for (const auto& [name, tensor] :
+       {std::pair<std::string_view, const TensorView*>{"q", &q}, {"k", &k}, {"v", &v}}) {
     if (tensor->rank != rank) {
       throw_invalid(op, name, "shape " + shape_text(*tensor), axes);
     }
@@ -241,10 +240,10 @@ void check_seqlens(const Call& call, std::string_view name, const TensorView& le
   if (cu_seqlens.present() && !on_host(cu_seqlens)) return;
   for (std::int64_t n = 0; n < lengths.shape[0]; ++n) {
     const std::int64_t value = load_integer(lengths.at(n), lengths.dtype);
-    const std::int64_t room =
-        cu_seqlens.present() ? load_integer(cu_seqlens.at(n + 1), cu_seqlens.dtype) -
-                                   load_integer(cu_seqlens.at(n), cu_seqlens.dtype)
-                             : slot;
+    const std::int64_t room = cu_seqlens.present()
+                                  ? load_integer(cu_seqlens.at(n + 1), cu_seqlens.dtype) -
+                                        load_integer(cu_seqlens.at(n), cu_seqlens.dtype)
+                                  : slot;
     if (value < 0 || value > room) {
       throw_invalid(call.op(), std::string(name) + "[" + std::to_string(n) + "]",
                     std::to_string(value), "0 to the slot's " + std::to_string(room) + " rows");
@@ -336,16 +335,14 @@ ScoresView scores_view(const Call& call, std::string_view name, const TensorView
       }
     }
   }
-  const std::string wanted =
-      "[num_seqs|1, num_heads_q|1, seqlen_q|1, seqlen_kv|1] with sizes " +
-      shape_text({p.num_seqs, p.num_heads_q, rows, columns}) +
-      (p.packed ? " (the last two at least)" : "");
+  const std::string wanted = "[num_seqs|1, num_heads_q|1, seqlen_q|1, seqlen_kv|1] with sizes " +
+                             shape_text({p.num_seqs, p.num_heads_q, rows, columns}) +
+                             (p.packed ? " (the last two at least)" : "");
   const auto refuse = [&] { throw_invalid(op, name, "shape " + shape_text(tensor), wanted); };
   if (tensor.rank != 4) refuse();
   if (tensor.shape[0] != 1 && tensor.shape[0] != p.num_seqs) refuse();
   if (tensor.shape[1] != 1 && tensor.shape[1] != p.num_heads_q) refuse();
-  for (const auto& [axis, size] :
-       {std::pair<std::size_t, std::int64_t>{2, rows}, {3, columns}}) {
+  for (const auto& [axis, size] : {std::pair<std::size_t, std::int64_t>{2, rows}, {3, columns}}) {
     const std::int64_t extent = tensor.shape[axis];
     if (extent == 1) continue;
     if (p.packed ? extent < size : extent != size) refuse();
@@ -485,7 +482,8 @@ TensorView read_score_options(Call& call, const onchip_attention_options& given,
   }
   o.tf32 = given.precision == ONCHIP_PRECISION_TF32;
   if (o.tf32 && p.dtype != DType::f32) {
-    throw_invalid(op, "precision", std::string("tf32 with ") + dtype_name(p.dtype), "float32 inputs");
+    throw_invalid(op, "precision", std::string("tf32 with ") + dtype_name(p.dtype),
+                  "float32 inputs");
   }
   o.deterministic = flag(op, "deterministic", given.deterministic) == 1;
   o.batch_invariant = flag(op, "batch_invariant", given.batch_invariant) == 1;
@@ -672,10 +670,9 @@ AttentionMergeProblem normalise(const onchip_attention_merge_args& args, CallFac
                     "o1's shape");
     }
   }
-  for (const auto& [name, tensor] :
-       {std::pair<std::string_view, const TensorView*>{"lse1", &lse1},
-        {"lse2", &lse2},
-        {"lse", &lse}}) {
+  for (const auto& [name, tensor] : {std::pair<std::string_view, const TensorView*>{"lse1", &lse1},
+                                     {"lse2", &lse2},
+                                     {"lse", &lse}}) {
     if (!tensor->present()) continue;
     require_dtype(kMerge, name, *tensor, {lse_dtype});
     if (packed) {

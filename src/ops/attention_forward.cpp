@@ -17,7 +17,8 @@ constexpr std::array<Backend<AttentionForwardProblem>, 2> kBackends = {{
 }  // namespace
 
 const AttentionForward& attention_forward() {
-  static const AttentionForward op{ONCHIP_ATTENTION_FORWARD, "attention_forward", ONCHIP_ATTENTION_FORWARD_ARGS_INIT, kBackends};
+  static const AttentionForward op{ONCHIP_ATTENTION_FORWARD, "attention_forward",
+                                   ONCHIP_ATTENTION_FORWARD_ARGS_INIT, kBackends};
   return op;
 }
 

@@ -17,7 +17,8 @@ constexpr std::array<Backend<AttentionMergeProblem>, 2> kBackends = {{
 }  // namespace
 
 const AttentionMerge& attention_merge() {
-  static const AttentionMerge op{ONCHIP_ATTENTION_MERGE, "merge", ONCHIP_ATTENTION_MERGE_ARGS_INIT, kBackends};
+  static const AttentionMerge op{ONCHIP_ATTENTION_MERGE, "merge", ONCHIP_ATTENTION_MERGE_ARGS_INIT,
+                                 kBackends};
   return op;
 }
 

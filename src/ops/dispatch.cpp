@@ -37,8 +37,8 @@ void write_plan(std::string_view op, const StoredPlan& stored, const char* backe
                 onchip_plan* plan) {
   check_plan_target(op, plan);
   std::uint64_t words[kWords] = {};
-  words[0] = (static_cast<std::uint64_t>(static_cast<std::uint32_t>(stored.op)) << 32) |
-             stored.backend;
+  words[0] =
+      (static_cast<std::uint64_t>(static_cast<std::uint32_t>(stored.op)) << 32) | stored.backend;
   words[1] = stored.fingerprint;
   words[2] = stored.plan.workspace_bytes;
   words[3] = stored.plan.workspace_alignment;

@@ -86,8 +86,8 @@ std::string explain_call(std::string_view name, std::string_view forced,
       continue;
     }
     const auto& plan = std::get<BackendPlan>(result);
-    const std::string what = std::string(plan.kernel) + ", workspace " +
-                             std::to_string(plan.workspace_bytes) + " bytes";
+    const std::string what =
+        std::string(plan.kernel) + ", workspace " + std::to_string(plan.workspace_bytes) + " bytes";
     if (!forced.empty() && forced != backend.name) {
       lines += "possible, but another backend is forced: " + what;
     } else if (chosen.empty()) {

@@ -51,8 +51,7 @@ std::string describe() {
   }
   json += "], \"setting_problems\": [";
   first = true;
-  for (const std::string& problem :
-       {settings().num_threads_problem, settings().cpu_isa_problem}) {
+  for (const std::string& problem : {settings().num_threads_problem, settings().cpu_isa_problem}) {
     if (problem.empty()) continue;
     if (!first) json += ", ";
     first = false;

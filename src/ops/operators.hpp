@@ -38,9 +38,8 @@ struct Operator {
   void run(const onchip_plan* plan, const Args* given, void* workspace, void* stream) const {
     const Call call = read(given);
     const StoredPlan stored = read_plan(name, id, call.facts.fingerprint, backends.size(), plan);
-    const RunContext context =
-        checked_context(name, stored.plan, call.problem.device.type == ONCHIP_DEVICE_CPU,
-                        workspace, stream);
+    const RunContext context = checked_context(
+        name, stored.plan, call.problem.device.type == ONCHIP_DEVICE_CPU, workspace, stream);
     backends[stored.backend].run(stored.plan, call.problem, context);
   }
 

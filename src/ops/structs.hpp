@@ -1,5 +1,5 @@
-// Reading versioned C structs: a caller compiled against an older header passes a shorter one, whose
-// missing fields take their defaults; a longer one is taken only if the unknown tail is zero.
+// Reading versioned C structs: a caller compiled against an older header passes a shorter one,
+// whose missing fields take their defaults; a longer one is taken only if the unknown tail is zero.
 #pragma once
 
 #include <cstddef>
@@ -20,16 +20,16 @@ T read_struct(std::string_view op, std::string_view name, const T* given, const 
   std::memcpy(&size, given, sizeof(size));
   constexpr std::size_t kLargest = 4096;
   if (size < smallest || size > kLargest) {
-    throw_invalid(op, std::string(name) + ".struct_size", std::to_string(size),
-                  "sizeof the struct", std::to_string(sizeof(T)));
+    throw_invalid(op, std::string(name) + ".struct_size", std::to_string(size), "sizeof the struct",
+                  std::to_string(sizeof(T)));
   }
   T result = defaults;
   std::memcpy(&result, given, size < sizeof(T) ? size : sizeof(T));
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   for (std::size_t i = sizeof(T); i < size; ++i) {
     if (bytes[i] != 0) {
-      throw_invalid(op, name, "fields this library's version does not know",
-                    "zeros there", "a newer library");
+      throw_invalid(op, name, "fields this library's version does not know", "zeros there",
+                    "a newer library");
     }
   }
   result.struct_size = sizeof(T);
