@@ -1,9 +1,9 @@
 """Exact attention, forward and backward, as the formulas of section 2 of docs/semantics.md.
 
-Sources: Vaswani et al., "Attention Is All You Need" (2017) for the forward; its gradient by the chain
-rule through the softmax. Everything is written with the whole score matrix in memory and nothing is
-tiled or rescaled, so that each line can be held against the page. The functions take the tensors and
-options of onchip.ops.attention_forward / attention_backward by the same names.
+Sources: Vaswani et al., "Attention Is All You Need" (2017) for the forward; its gradient by the
+chain rule through the softmax. Everything is written with the whole score matrix in memory and
+nothing is tiled or rescaled, so that each line can be held against the page. The functions take the
+tensors and options of onchip.ops.attention_forward / attention_backward by the same names.
 
 The same lines serve twice: with EXACT (or EXTENDED) arithmetic they are the judge; with arithmetic
 that rounds every named intermediate they are the plain formula whose error is the yardstick.
@@ -21,8 +21,8 @@ from .philox import dropout_keep, dropout_threshold
 class Arithmetic:
     """Products and sums run in `products`; each named intermediate is stored as `stored`.
 
-    `lse` is the dtype in which lse travels from forward to backward, which has P = exp(S - lse) from
-    it, and is rounded the worst way there; None: the backward knows P itself.
+    `lse` is the dtype in which lse travels from forward to backward, which has P = exp(S - lse)
+    from it, and is rounded the worst way there; None: the backward knows P itself.
     """
 
     products: np.dtype
@@ -75,7 +75,10 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequence:
-    """Where one sequence lies: `q[q_rows]` is [seqlen_q, heads, dim], `lse[lse_rows]` is [heads, seqlen_q]."""
+    """Where one sequence lies.
+
+    `q[q_rows]` is [seqlen_q, heads, dim], `lse[lse_rows]` is [heads, seqlen_q].
+    """
 
     index: int
     seqlen_q: int
@@ -109,7 +112,7 @@ def sequences(q, k, options):
 
 
 def _broadcast_entry(array, index):
-    """The [heads|1, Sq|1, Sk|1] part of a mask or bias that belongs to sequence `index`, as an index."""
+    """Index of the [heads|1, Sq|1, Sk|1] part of a mask or bias that sequence `index` has."""
     return 0 if array.shape[0] == 1 else index
 
 
@@ -154,8 +157,8 @@ def _offset(sequence, options):
 def _product_over_visible(weights, rows, visible):
     """weights @ rows where a pair that is not visible adds nothing, whatever its row holds.
 
-    weights and visible are [heads, I, J], rows is [heads, J, D]; weights are 0 where not visible, so
-    only rows with a non-finite entry need care: 0 * NaN would leak them.
+    weights and visible are [heads, I, J], rows is [heads, J, D]; weights are 0 where not visible,
+    so only rows with a non-finite entry need care: 0 * NaN would leak them.
     """
     finite = np.isfinite(rows)
     result = weights @ np.where(finite, rows, 0)
@@ -228,8 +231,8 @@ def _forward_sequence(q, k, v, sequence, options, arithmetic, for_backward=False
         lse = (np.log(total) + shift)[:, :, 0]
         probabilities = np.where(total == 0, 0, weights / np.where(total == 0, 1, total))
         if for_backward and arithmetic.lse is not None:
-            # Rounding lse moves it by up to half its spacing, and every P of the row by that factor;
-            # from 1/2 on (lse beyond 2^23) P has no digit left to speak of.
+            # Rounding lse moves it by up to half its spacing, and every P of the row by that
+            # factor; from 1/2 on (lse beyond 2^23) P has no digit left to speak of.
             half = np.minimum(np.spacing(np.abs(lse.astype(arithmetic.lse))) / 2, 0.5)[:, :, None]
             probabilities = np.where(total == 0, 0, np.exp(columns - lse[:, :, None] + half))
     # A NaN logit makes its row NaN, not its excluded entries.
@@ -292,8 +295,8 @@ def attention_backward(d_o, q, k, v, *, d_lse=None, arithmetic=EXACT, **options)
         with np.errstate(invalid="ignore"):
             dp = arithmetic.round(d_o_n @ forward.v.transpose(0, 2, 1))
             dp = np.where(visible, dp, 0) * forward.keep
-            # sum_j P dP equals sum_d dO O; the second form is how it is computed in practice, so the
-            # yardstick has its rounding. A row without visible key has no term at all.
+            # sum_j P dP equals sum_d dO O; the second form is how it is computed in practice, so
+            # the yardstick has its rounding. A row without visible key has no term at all.
             seen = visible.any(axis=2)
             delta = np.where(seen, (d_o_n * forward.o).sum(axis=2), 0)
             d_lse_n = 0 if d_lse is None else arithmetic.load(d_lse[sequence.lse_rows])
@@ -317,7 +320,9 @@ def attention_backward(d_o, q, k, v, *, d_lse=None, arithmetic=EXACT, **options)
         dq[sequence.q_rows] = dq_n.transpose(1, 0, 2)
         dk[sequence.kv_rows] = sum_groups(dk_n)
         dv[sequence.kv_rows] = sum_groups(dv_n)
-    return Gradients(*(None if x is None else arithmetic.round(x) for x in (dq, dk, dv, dbias, dsink)))
+    return Gradients(
+        *(None if x is None else arithmetic.round(x) for x in (dq, dk, dv, dbias, dsink))
+    )
 
 
 def merge(o1, lse1, o2, lse2, *, arithmetic=EXACT):

@@ -1,7 +1,7 @@
 """Philox4x32-10 and the dropout mask read out of it.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC11; the layout of
-the mask is section 2 of docs/semantics.md.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC11; the layout
+of the mask is section 2 of docs/semantics.md.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ def philox4x32_10(counter, key):
 
 
 def dropout_threshold(p):
-    """t of the contract: a field below it is dropped; kept entries are scaled by 65536 / (65536 - t)."""
+    """t: a field below it is dropped; kept entries are scaled by 65536 / (65536 - t)."""
     return int(np.floor(65536.0 * p + 0.5))
 
 
@@ -42,7 +42,12 @@ def dropout_keep(p, rng, sequence, num_heads_q, seqlen_q, seqlen_kv):
     h = np.arange(num_heads_q)[:, None, None]
     i = np.arange(seqlen_q)[None, :, None]
     j = np.arange(seqlen_kv)[None, None, :]
-    counter = (offset, sequence * num_heads_q + h, 8 * (i // 16) + i % 8, 4 * (j // 16) + (j % 8) // 2)
+    counter = (
+        offset,
+        sequence * num_heads_q + h,
+        8 * (i // 16) + i % 8,
+        4 * (j // 16) + (j % 8) // 2,
+    )
     words = philox4x32_10(counter, (seed & 0xFFFFFFFF, seed >> 32))
     fields = np.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
     field = 4 * (i // 8 % 2) + 2 * (j // 8 % 2) + j % 2

@@ -26,7 +26,9 @@ class Case:
             name: f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else value
             for name, value in self.options.items()
         }
-        return f"Case({self.q.dtype}, q={self.q.shape}, k={self.k.shape}, v={self.v.shape}, {options})"
+        return (
+            f"Case({self.q.dtype}, q={self.q.shape}, k={self.k.shape}, v={self.v.shape}, {options})"
+        )
 
     @property
     def packed(self):
@@ -53,7 +55,7 @@ def _lengths(rng, num_seqs, longest):
 
 @st.composite
 def cases(draw_from, dtypes=tuple(DTYPES), longest=40, packed=None, without=(), widest=40):
-    """A Case; `without` names options that must not appear ("packed" and "seqlens" count as options)."""
+    """A Case; `without` names options that must not appear ("seqlens", "segments": both axes)."""
 
     def chance(percent):
         return draw_from(st.integers(0, 99)) < percent
@@ -119,7 +121,9 @@ def cases(draw_from, dtypes=tuple(DTYPES), longest=40, packed=None, without=(), 
         options["sink"] = draw(rng, (heads_q,), draw_from(st.sampled_from(DTYPES)))
     if wanted("dropout", 20):
         options["dropout_p"] = draw_from(st.sampled_from([0.1, 0.5]))
-        options["dropout_rng"] = np.array([rng.integers(-(2**62), 2**62), rng.integers(0, 2**32)], np.int64)
+        options["dropout_rng"] = np.array(
+            [rng.integers(-(2**62), 2**62), rng.integers(0, 2**32)], np.int64
+        )
     d_lse = draw(rng, lse_shape, compare.lse_dtype(dtype)) if chance(50) else None
     return Case(
         draw(rng, (*shape_q, dims[0]), dtype),

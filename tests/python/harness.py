@@ -1,19 +1,19 @@
-"""What the operator tests share: which backends exist, how inputs are drawn, how a result is judged."""
+"""What the operator tests share: the backends, how inputs are drawn, how a result is judged."""
 
 import ml_dtypes
 import numpy as np
-import onchip
 from oracle import compare
 from oracle.attention import Gradients
+
+import onchip
 
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
 
 # Forced by name everywhere, so that no test quietly runs on another one.
 BACKENDS = ["reference", "cpu"]
-# test_unsupported.py proves the complement of each of these tables.
+# test_errors.py proves that the others refuse.
 BACKWARD_BACKENDS = ["reference"]
-REFUSED_OPTIONS = {"reference": (), "cpu": ()}
 
 
 def dtype_name(dtype):
@@ -25,8 +25,10 @@ def draw(rng, shape, dtype, size=1.0):
     return (size * rng.standard_normal(shape)).astype(dtype)
 
 
-def draw_qkv(rng, dtype, batch=2, seqlen_q=9, seqlen_kv=None, heads=(2, 2), dims=(16, 16), size=1.0):
-    """q, k, v of a dense batch; heads = (num_heads_q, num_heads_kv), dims = (head_dim_qk, head_dim_v)."""
+def draw_qkv(
+    rng, dtype, batch=2, seqlen_q=9, seqlen_kv=None, heads=(2, 2), dims=(16, 16), size=1.0
+):
+    """q, k, v of a dense batch; heads: (query, key and value), dims: (of q and k, of v)."""
     seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
     q = draw(rng, (batch, seqlen_q, heads[0], dims[0]), dtype, size)
     k = draw(rng, (batch, seqlen_kv, heads[1], dims[0]), dtype, size)
@@ -66,9 +68,26 @@ def check(backend, q, k, v, *, d_o=None, d_lse=None, **options):
     return o, lse, check_backward(backend, d_o, q, k, v, o, lse, d_lse=d_lse, **options)
 
 
+def right_or_refused(call, *words):
+    """Runs call(), which judges its result; a refusal must have all these words in its message."""
+    try:
+        call()
+        return
+    except (onchip.InvalidArgument, onchip.Unsupported) as refusal:
+        message = str(refusal)
+    assert all(word in message for word in words), message
+
+
 def oracle_options(options):
     """Hints and switches change no result: the oracle does not know them."""
-    hints = ("max_seqlen_q", "max_seqlen_kv", "precision", "deterministic", "batch_invariant", "check")
+    hints = (
+        "max_seqlen_q",
+        "max_seqlen_kv",
+        "precision",
+        "deterministic",
+        "batch_invariant",
+        "check",
+    )
     return {name: value for name, value in options.items() if name not in hints}
 
 
@@ -83,7 +102,7 @@ def assert_same_bits(results, wanted):
 
 
 def poisoned(array, rng):
-    """The same values inside a larger buffer whose other elements are NaN (or garbage for integers)."""
+    """The same values inside a larger buffer of NaN (of garbage for integers)."""
     margins = [(int(rng.integers(1, 4)), int(rng.integers(1, 4))) for _ in array.shape]
     if array.dtype.kind in "iub":
         poison = array.dtype.type(-(2**30) if array.dtype.kind == "i" else 1)

@@ -1,6 +1,7 @@
-"""Bias and boolean masks: broadcasting, finite stand-ins for -inf, large ramps, the gradient of a bias.
+"""Bias and boolean masks: broadcasting, finite stand-ins for -inf, large ramps, dbias.
 
-Public reports: pytorch #109517, #110213, #153799, jax #28974, #30593, #27184, #32242, flash-attention #17.
+Public reports: pytorch #109517, #110213, #153799, jax #28974, #30593, #27184, #32242,
+flash-attention #17.
 """
 
 import numpy as np
@@ -20,7 +21,6 @@ from harness import (
 )
 from oracle import compare
 
-
 LOWEST = np.finfo(np.float32).min
 
 
@@ -37,7 +37,7 @@ def test_the_most_negative_finite_number_excludes_columns(backend, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=dtype_name)
 def test_the_most_negative_finite_number_in_a_whole_row_averages_it(backend, dtype):
-    """score + min rounds to min: all keys weigh the same. It is not -inf, so the row is not empty."""
+    """score + min rounds to min: all keys weigh the same. It is not -inf: the row is not empty."""
     q, k, v = draw_qkv(np.random.default_rng(2), dtype, 1, 441, heads=(1, 1), dims=(64, 64))
     bias = np.zeros((1, 1, 441, 441), np.float32)
     bias[..., 17, :] = LOWEST
@@ -45,7 +45,7 @@ def test_the_most_negative_finite_number_in_a_whole_row_averages_it(backend, dty
     compare.assert_same_value("o", o[:, 17], v.astype(np.float64).mean(1).astype(dtype))
     assert np.isfinite(lse).all()
     if backend in BACKWARD_BACKENDS:
-        # log(441) is lost in an fp32 lse of -3e38: the row's gradient has no digits, but no NaN either.
+        # log(441) is lost in an fp32 lse of -3e38: the row's gradient has no digits, but no NaN.
         gradients = backward(backend, o, q, k, v, o, lse, bias=bias)
         assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:4])
 
@@ -72,7 +72,9 @@ def test_minus_infinity_excludes_as_false_does(backend, dtype):
     compare.assert_same_value("lse", biased_lse, lse)
 
 
-@pytest.mark.parametrize("axes", [(1, 2), (0, 1), (0,), (1,), (2,), (3,), (0, 1, 2), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [(1, 2), (0, 1), (0,), (1,), (2,), (3,), (0, 1, 2), (0, 1, 2, 3)], ids=str
+)
 @pytest.mark.parametrize("kind", ["mask", "bias"])
 def test_broadcast_equals_expanded(backend, kind, axes):
     rng = np.random.default_rng(4)

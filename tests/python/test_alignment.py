@@ -47,9 +47,13 @@ def test_the_diagonal_is_each_sequences_own(backend, alignment):
     cu_kv = np.array([0, 9, 14, 64], np.int32)
     q = rng.standard_normal((21, 2, 8)).astype(np.float32)
     k, v = (rng.standard_normal((64, 2, 8)).astype(np.float32) for _ in range(2))
-    check(backend, q, k, v, causal=True, alignment=alignment, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    check(
+        backend, q, k, v, causal=True, alignment=alignment, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv
+    )
     dense = draw_qkv(rng, np.float32, 3, 10, 17)
-    lengths = dict(seqlens_q=np.array([10, 4, 0], np.int64), seqlens_kv=np.array([3, 17, 9], np.int64))
+    lengths = dict(
+        seqlens_q=np.array([10, 4, 0], np.int64), seqlens_kv=np.array([3, 17, 9], np.int64)
+    )
     check(backend, *dense, causal=True, alignment=alignment, **lengths)
 
 

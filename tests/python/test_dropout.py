@@ -1,12 +1,15 @@
-"""Dropout: one mask everywhere, read off the output. Public reports: flash-attention #612, #1251, #314,
-aws-neuron nki-samples #81."""
+"""Dropout: one mask everywhere, read off the output.
+
+Public reports: flash-attention #612, #1251, #314, aws-neuron nki-samples #81.
+"""
 
 import numpy as np
-import onchip
 import pytest
 from harness import DTYPES, assert_same_bits, check, draw, draw_qkv, dtype_name, forward
 from oracle import compare
 from oracle.philox import dropout_keep, dropout_threshold
+
+import onchip
 
 
 def rng_state(seed, offset):
@@ -16,8 +19,12 @@ def rng_state(seed, offset):
 def observed_keep(backend, p, state, shape, heads=2, batch=2):
     """v = identity reads P M / (1 - p) out of o; q = 0 makes every P equal."""
     seqlen_q, seqlen_kv = shape
-    q, k, _ = draw_qkv(np.random.default_rng(0), np.float32, batch, seqlen_q, seqlen_kv, (heads, heads))
-    v = np.broadcast_to(np.eye(seqlen_kv, dtype=np.float32)[None, :, None], (batch, seqlen_kv, heads, seqlen_kv))
+    q, k, _ = draw_qkv(
+        np.random.default_rng(0), np.float32, batch, seqlen_q, seqlen_kv, (heads, heads)
+    )
+    v = np.broadcast_to(
+        np.eye(seqlen_kv, dtype=np.float32)[None, :, None], (batch, seqlen_kv, heads, seqlen_kv)
+    )
     o, _ = forward(backend, 0 * q, k, v, dropout_p=p, dropout_rng=state)
     return o.transpose(0, 2, 1, 3) > 0
 

@@ -26,7 +26,9 @@ def test_softmax_over_one_token(backend, dtype):
 
 
 def test_three_sigma_inputs_at_length_1024(backend):
-    q, k, v = draw_qkv(np.random.default_rng(2), np.float16, 1, 1024, heads=(1, 1), dims=(128, 128), size=3)
+    q, k, v = draw_qkv(
+        np.random.default_rng(2), np.float16, 1, 1024, heads=(1, 1), dims=(128, 128), size=3
+    )
     check(backend, q, k, v, causal=True)
 
 
@@ -36,7 +38,7 @@ def test_everything_is_a_thousand(backend):
     compare.assert_bitwise("o", o, q)
     assert np.isfinite(lse).all()
     if backend in BACKWARD_BACKENDS:
-        # lse is near 6e6, where fp32 has a spacing of 0.5: P = exp(S - lse) is good to a factor only.
+        # lse is near 6e6, where fp32 has a spacing of 0.5: exp(S - lse) is good to a factor only.
         gradients = backward(backend, q, q, q, q, o, lse)
         assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:3])
 

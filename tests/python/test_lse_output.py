@@ -2,8 +2,17 @@
 
 import numpy as np
 import pytest
-from harness import DTYPES, assert_same_bits, backward, check, check_backward, draw, draw_qkv, dtype_name
-from harness import forward
+from harness import (
+    DTYPES,
+    assert_same_bits,
+    backward,
+    check,
+    check_backward,
+    draw,
+    draw_qkv,
+    dtype_name,
+    forward,
+)
 from oracle import compare
 
 

@@ -1,6 +1,6 @@
 """Rows that see no key: output 0, lse -inf (or the sink), gradients 0, nothing leaks into others.
 
-Public reports: flash-attention #1778 and #2199, flashinfer #4452, cutlass #2336, flash-attention #1366.
+Public reports: flash-attention #1778, #2199, #1366, flashinfer #4452, cutlass #2336.
 """
 
 import numpy as np
@@ -25,7 +25,9 @@ def assert_empty(rows, o, lse, sink=None):
     """rows: boolean over the query rows of a dense batch."""
     assert not np.asarray(o[:, rows], np.float64).any()
     wanted = np.full(lse.shape[1], -np.inf) if sink is None else np.asarray(sink, lse.dtype)
-    np.testing.assert_array_equal(lse[:, :, rows], np.broadcast_to(wanted[:, None], lse[:, :, rows].shape))
+    np.testing.assert_array_equal(
+        lse[:, :, rows], np.broadcast_to(wanted[:, None], lse[:, :, rows].shape)
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=dtype_name)
@@ -83,7 +85,13 @@ def emptied_by(kind, rng, dtype):
     if kind == "segments":
         q_ids = np.full((2, 40), 7, np.int32)
         q_ids[:, empty] = -1
-        return q, k, v, dict(q_segment_ids=q_ids, kv_segment_ids=np.full((2, 33), 7, np.int32)), empty
+        return (
+            q,
+            k,
+            v,
+            dict(q_segment_ids=q_ids, kv_segment_ids=np.full((2, 33), 7, np.int32)),
+            empty,
+        )
     if kind == "lengths":
         empty[:] = True
         lengths = dict(seqlens_q=np.array([40, 40], np.int32), seqlens_kv=np.zeros(2, np.int32))

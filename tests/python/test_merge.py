@@ -1,11 +1,16 @@
-"""Merging partial results. Public reports: vllm #27491, flash-attention pull request #978, flashinfer
-#4051."""
+"""Merging partial results.
+
+Public reports: vllm #27491, flash-attention pull request #978, flashinfer #4051.
+"""
+
+from itertools import pairwise
 
 import numpy as np
-import onchip
 import pytest
 from harness import DTYPES, draw, draw_qkv, dtype_name, forward
 from oracle import compare
+
+import onchip
 
 
 def check_merge(backend, o1, lse1, o2, lse2):
@@ -59,7 +64,7 @@ def test_many_parts_in_any_order(backend):
     q, k, v = draw_qkv(np.random.default_rng(4), np.float32, 1, 20, 90)
     whole_o, whole_lse = forward(backend, q, k, v)
     cuts = [0, 1, 33, 33, 64, 90]
-    parts = [forward(backend, q, k[:, a:b], v[:, a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [forward(backend, q, k[:, a:b], v[:, a:b]) for a, b in pairwise(cuts)]
     for order in [range(5), (4, 2, 0, 1, 3)]:
         o, lse = parts[order[0]]
         for index in order[1:]:

@@ -1,8 +1,8 @@
 """NaN and infinity outside the mask, behind it, and in front of it.
 
-Public reports: pytorch #101967, #141128. The reference is exact: an excluded pair adds nothing. Another
-backend may spread a non-finite key row that some query reads to other rows of the same sequence and
-head within 256 rows, as NaN, never further and never as a wrong finite number.
+Public reports: pytorch #101967, #141128. The reference is exact: an excluded pair adds nothing.
+Another backend may spread a non-finite key row that some query reads to other rows of the same
+sequence and head within 256 rows, as NaN, never further and never as a wrong finite number.
 """
 
 import numpy as np
@@ -36,7 +36,9 @@ def judge_with_spread(backend, q, k, v, **options):
             in_ref = in_ref if ref.ndim == 3 else in_ref.any(axis=2)  # [batch, head, row]
             near = in_ref.copy()
             for row in range(near.shape[-1]):
-                near[..., row] = in_ref[..., max(0, row - SPREAD_ROWS) : row + SPREAD_ROWS + 1].any(-1)
+                near[..., row] = in_ref[..., max(0, row - SPREAD_ROWS) : row + SPREAD_ROWS + 1].any(
+                    -1
+                )
             allowed = near if ref.ndim == 3 else near.transpose(0, 2, 1)[..., None]
             spread = np.isnan(result) & ~np.isnan(ref) & allowed
             result[spread] = ref[spread]
@@ -88,7 +90,7 @@ def test_a_key_that_later_rows_read_leaves_the_earlier_ones(backend, where, bad)
     rng = np.random.default_rng(2)
     q, k, v = draw_qkv(rng, np.float32, 2, 700, heads=(2, 1))
     (k if where == "k" else v)[1, 600] = bad
-    o, lse = judge_with_spread(backend, q, k, v, causal=True)
+    o, _ = judge_with_spread(backend, q, k, v, causal=True)
     assert np.isfinite(o[0]).all() and np.isfinite(o[1, : 600 - SPREAD_ROWS]).all()
 
 

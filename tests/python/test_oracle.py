@@ -10,7 +10,7 @@ from oracle.philox import dropout_keep, dropout_threshold, philox4x32_10
 
 
 @pytest.mark.parametrize(
-    "counter, key, wanted",
+    ("counter", "key", "wanted"),
     [
         ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -30,7 +30,15 @@ def test_dropout_mask_one_pair_at_a_time():
     p, seed, offset, sequence, heads = 0.3, -0x123456789ABCDEF, 77, 2, 3
     keep = dropout_keep(p, (seed, offset), sequence, heads, 40, 37)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    for h, i, j in [(0, 0, 0), (1, 7, 9), (2, 8, 1), (2, 39, 36), (1, 15, 16), (0, 16, 15), (1, 23, 31)]:
+    for h, i, j in [
+        (0, 0, 0),
+        (1, 7, 9),
+        (2, 8, 1),
+        (2, 39, 36),
+        (1, 15, 16),
+        (0, 16, 15),
+        (1, 23, 31),
+    ]:
         block_i = 8 * math.floor(i / 16) + i % 8
         block_j = 4 * math.floor(j / 16) + math.floor((j % 8) / 2)
         words = philox4x32_10((offset, sequence * heads + h, block_i, block_j), key)
@@ -57,6 +65,8 @@ def loops_forward(q, k, v, o):
     lse = np.full((batch, heads_q, seqlen_q), -np.inf)
     offset = seqlen_kv - seqlen_q if o.get("alignment", "bottom_right") == "bottom_right" else 0
 
+    segments = o.get("q_segment_ids")
+
     def at(array, b, h, i, j):
         index = zip((b, h, i, j), array.shape, strict=True)
         return array[tuple(0 if size == 1 else x for x, size in index)]
@@ -69,13 +79,14 @@ def loops_forward(q, k, v, o):
                     if o.get("causal") and j > i + offset:
                         continue
                     left, right = o.get("window", (-1, -1))
-                    if left >= 0 and j < i + offset - left or right >= 0 and j > i + offset + right:
+                    if (left >= 0 and j < i + offset - left) or (
+                        right >= 0 and j > i + offset + right
+                    ):
                         continue
                     if o.get("mask") is not None and not at(o["mask"], b, h, i, j):
                         continue
-                    if o.get("q_segment_ids") is not None:
-                        if o["q_segment_ids"][b, i] != o["kv_segment_ids"][b, j]:
-                            continue
+                    if segments is not None and segments[b, i] != o["kv_segment_ids"][b, j]:
+                        continue
                     g = h // (heads_q // heads_kv)
                     s = scale * math.fsum(q[b, i, h, d] * k[b, j, g, d] for d in range(dim))
                     if o.get("softcap"):
@@ -183,7 +194,9 @@ def differences(loss, x, step=1e-6):
     return gradient.astype(np.float64)
 
 
-@pytest.mark.parametrize("names", [*OPTION_SETS, ("dropout",), ("dropout", "sink", "bias")], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [*OPTION_SETS, ("dropout",), ("dropout", "sink", "bias")], ids="+".join
+)
 def test_backward_is_the_forwards_finite_differences(names):
     q, k, v, everything = random_case(2, batch=2, seqlen_q=4, seqlen_kv=5)
     options = options_of(names, everything)

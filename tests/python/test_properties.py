@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import onchip
 from cases import LENGTHS, PER_PAIR, SEGMENTS, cases
 from harness import (
     BACKWARD_BACKENDS,
@@ -17,6 +16,30 @@ from harness import (
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import compare
+
+import onchip
+
+
+def test_outputs_and_workspace_start_poisoned(monkeypatch):
+    """What every other test relies on: a byte that no kernel writes is NaN, not a lucky zero."""
+    made = []
+    poisoned = np.empty
+
+    def recorded(*arguments, **keywords):
+        array = poisoned(*arguments, **keywords)
+        made.append(array.copy())
+        return array
+
+    monkeypatch.setattr(np, "empty", recorded)
+    x = np.ones((1, 3, 1, 4), np.float32)
+    onchip.ops.attention_forward(x, x, x, backend="reference")
+    assert [array.dtype for array in made] == [np.float32, np.float32, bool]
+    assert (
+        np.isnan(made[0]).all()
+        and np.isnan(made[1]).all()
+        and (made[2].view(np.uint8) == 255).all()
+    )
+
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -201,7 +224,9 @@ def test_causal_rows_do_not_know_the_future(backend, case, seed):
     before = max(0, min(seqlen_q, token - offset))  # rows with i + off < token
     q[:, before:] = (3 * rng.standard_normal(q[:, before:].shape)).astype(q.dtype)
     changed_o, changed_lse = forward(backend, q, k, v, **options)
-    assert_same_bits((changed_o[:, :before], changed_lse[..., :before]), (o[:, :before], lse[..., :before]))
+    assert_same_bits(
+        (changed_o[:, :before], changed_lse[..., :before]), (o[:, :before], lse[..., :before])
+    )
 
 
 @given(case=cases(dtypes=(np.float64,), longest=9, widest=5))
@@ -221,7 +246,11 @@ def test_gradients_are_the_forwards_finite_differences(grad_backend, case):
         tensors = inputs | changed
         o, lse = forward(grad_backend, **tensors, **fixed)
         total = (o * case.d_o).sum()
-        return total if case.d_lse is None else total + np.where(np.isfinite(lse), lse * case.d_lse, 0).sum()
+        return (
+            total
+            if case.d_lse is None
+            else total + np.where(np.isfinite(lse), lse * case.d_lse, 0).sum()
+        )
 
     wide = replace(case, options=fixed | options)
     _, gradients = run(grad_backend, wide)
@@ -229,11 +258,11 @@ def test_gradients_are_the_forwards_finite_differences(grad_backend, case):
         for _ in range(3):
             direction = rng.standard_normal(x.shape)
             with np.errstate(invalid="ignore"):
-                along = np.where(np.isfinite(x), direction * getattr(gradients, f"d{name}"), 0).sum()
+                along = np.where(
+                    np.isfinite(x), direction * getattr(gradients, f"d{name}"), 0
+                ).sum()
             difference = loss(**{name: x + step * direction}) - loss(**{name: x - step * direction})
             compare.assert_derivative(f"d{name}", along, difference / (2 * step))
-
-
 
 
 @given(case=cases(longest=150))
@@ -258,8 +287,12 @@ def test_inputs_are_not_written_and_outputs_are_fresh(backend, case):
     saved = [*copies.tensors, copies.d_o, copies.d_lse, *copies.options.values()]
     for now, then in zip(arrays, saved, strict=True):
         if isinstance(now, np.ndarray):
-            np.testing.assert_array_equal(np.ascontiguousarray(now).view(np.uint8), then.view(np.uint8))
-    outputs = [x for result in (*first, *second) if result is not None for x in result if x is not None]
+            np.testing.assert_array_equal(
+                np.ascontiguousarray(now).view(np.uint8), then.view(np.uint8)
+            )
+    outputs = [
+        x for result in (*first, *second) if result is not None for x in result if x is not None
+    ]
     arrays = [x for x in arrays if isinstance(x, np.ndarray)]
     for index, x in enumerate(outputs):
         assert not any(np.shares_memory(x, other) for other in [*arrays, *outputs[:index]])

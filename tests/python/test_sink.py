@@ -62,4 +62,14 @@ def test_packed(backend):
     cu_q, cu_kv = np.array([0, 5, 5, 20, 23], np.int32), np.array([0, 0, 3, 10, 23], np.int32)
     sink = np.array([0.5, -1], np.float32)
     d_lse = draw(rng, (2, 23), np.float32)
-    check(backend, q, k, v, d_lse=d_lse, sink=sink, causal=True, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    check(
+        backend,
+        q,
+        k,
+        v,
+        d_lse=d_lse,
+        sink=sink,
+        causal=True,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_kv=cu_kv,
+    )

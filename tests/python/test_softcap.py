@@ -9,7 +9,9 @@ from oracle import compare
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("softcap", [0.0, 1.0, 15.0, 50.0])
 def test_hot_scores(backend, softcap, dtype):
-    q, k, v = draw_qkv(np.random.default_rng(1), dtype, 1, 128, 217, heads=(2, 1), dims=(32, 32), size=10)
+    q, k, v = draw_qkv(
+        np.random.default_rng(1), dtype, 1, 128, 217, heads=(2, 1), dims=(32, 32), size=10
+    )
     check(backend, q, k, v, softcap=softcap, causal=True)
 
 
@@ -19,7 +21,8 @@ def test_packed(backend, softcap):
     q = draw(rng, (128 + 33, 2, 32), np.float32, 10)
     k, v = (draw(rng, (217 + 40, 2, 32), np.float32, 10) for _ in range(2))
     cu = dict(
-        cu_seqlens_q=np.array([0, 128, 161], np.int32), cu_seqlens_kv=np.array([0, 217, 257], np.int32)
+        cu_seqlens_q=np.array([0, 128, 161], np.int32),
+        cu_seqlens_kv=np.array([0, 217, 257], np.int32),
     )
     check(backend, q, k, v, softcap=softcap, causal=True, **cu)
 

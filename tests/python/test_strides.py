@@ -1,9 +1,21 @@
-"""Any strides, any base address. Public reports: flash-attention #355, #91, pytorch #187506, #112577,
-#191937, FlagGems #5896."""
+"""Any strides, any base address.
+
+Public reports: flash-attention #355, #91, pytorch #187506, #112577, #191937, FlagGems #5896.
+"""
 
 import numpy as np
 import pytest
-from harness import BFLOAT16, DTYPES, assert_same_bits, backward, check, draw, draw_qkv, dtype_name, forward
+from harness import (
+    BFLOAT16,
+    DTYPES,
+    assert_same_bits,
+    backward,
+    check,
+    draw,
+    draw_qkv,
+    dtype_name,
+    forward,
+)
 
 
 @pytest.fixture
@@ -92,7 +104,9 @@ def test_backwards_strides(backend, dense):
     for axis in range(4):
         flipped = [np.flip(np.ascontiguousarray(np.flip(x, axis)), axis) for x in (q, k, v)]
         assert all(x.strides[axis] < 0 for x in flipped)
-        assert_same_bits(forward(backend, *flipped, causal=True), forward(backend, q, k, v, causal=True))
+        assert_same_bits(
+            forward(backend, *flipped, causal=True), forward(backend, q, k, v, causal=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

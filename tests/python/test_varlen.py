@@ -4,11 +4,21 @@ Public reports: flash-attention #1537, #1619, #1773.
 """
 
 import numpy as np
-import onchip
 import pytest
-from harness import BFLOAT16, DTYPES, assert_same_bits, check, check_forward, draw, draw_qkv, dtype_name
-from harness import forward
+from harness import (
+    BFLOAT16,
+    DTYPES,
+    assert_same_bits,
+    check,
+    check_forward,
+    draw,
+    draw_qkv,
+    dtype_name,
+    forward,
+)
 from oracle import compare
+
+import onchip
 
 
 def test_grouped_heads_with_one_query_a_sequence(backend):
@@ -110,7 +120,12 @@ def test_rows_before_between_and_after_the_sequences(backend):
     rng = np.random.default_rng(10)
     q, k, v = (draw(rng, (20, 2, 8), np.float32) for _ in range(3))
     o, lse, _ = check(
-        backend, q, k, v, cu_seqlens_q=np.array([2, 9, 15], np.int32), cu_seqlens_kv=np.array([1, 1, 12], np.int32)
+        backend,
+        q,
+        k,
+        v,
+        cu_seqlens_q=np.array([2, 9, 15], np.int32),
+        cu_seqlens_kv=np.array([1, 1, 12], np.int32),
     )
     outside = np.r_[0:2, 15:20]
     assert not o[outside].any() and np.isneginf(lse[:, outside]).all()
@@ -119,7 +134,9 @@ def test_rows_before_between_and_after_the_sequences(backend):
 def test_used_lengths_of_a_dense_batch(backend):
     rng = np.random.default_rng(5)
     q, k, v = draw_qkv(rng, np.float32, 3, 20, 31, heads=(4, 2))
-    lengths = dict(seqlens_q=np.array([20, 0, 7], np.int64), seqlens_kv=np.array([31, 12, 3], np.int64))
+    lengths = dict(
+        seqlens_q=np.array([20, 0, 7], np.int64), seqlens_kv=np.array([31, 12, 3], np.int64)
+    )
     q[2, 7:], k[2, 3:], v[1, 12:] = np.nan, np.nan, np.inf
     q[1], k[1], v[1] = np.nan, np.nan, np.nan
     o, lse, _ = check(backend, q, k, v, causal=True, **lengths)

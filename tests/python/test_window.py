@@ -36,7 +36,9 @@ def test_a_window_of_one_key_returns_its_value(backend):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [(0, 5), (5, 0), (-1, 3), (3, -1), (16, 16), (63, 64), (0, -1)], ids=str)
+@pytest.mark.parametrize(
+    "window", [(0, 5), (5, 0), (-1, 3), (3, -1), (16, 16), (63, 64), (0, -1)], ids=str
+)
 @pytest.mark.parametrize("lengths", [(67, 67), (33, 90), (90, 33)], ids=str)
 def test_both_edges_with_lengths_that_differ(backend, lengths, window, causal):
     q, k, v = draw_qkv(np.random.default_rng(4), np.float32, 1, *lengths)
