@@ -225,12 +225,22 @@ void clear_slack(const AttentionForwardProblem& problem) {
   });
 }
 
+// A cap that fp32 takes for 0 or infinity would mean another function.
+bool fits_fp32(const AttentionOptions& options) {
+  const auto softcap = static_cast<float>(options.softcap);
+  return std::isfinite(static_cast<float>(options.scale)) && std::isfinite(softcap) &&
+         (softcap > 0.0F) == (options.softcap > 0.0);
+}
+
 }  // namespace
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
                                   const Settings& settings) {
   if (std::string reason = unsupported(problem, settings); !reason.empty()) return Reject{reason};
   if (problem.options.tf32) return Reject{"precision tf32: this backend keeps float32 exact"};
+  if (problem.dtype != DType::f64 && !fits_fp32(problem.options)) {
+    return Reject{"scale or softcap outside float32, in which this backend computes"};
+  }
   const std::int64_t widest = std::max(problem.head_dim_qk, problem.head_dim_v);
   if (widest > kMaxHeadDim) {
     return Reject{"head dim " + std::to_string(widest) + ": at most " +

@@ -194,10 +194,12 @@ void store_outputs(const ForwardTask& task, const RowTable& rows, std::int64_t f
     const Vec<T> by = S::load(divisor + lane);
     for (std::int64_t d = 0; d < task.head_dim_v; d += kCount) {
       const int width = static_cast<int>(smaller(kCount, task.head_dim_v - d));
-      Vec<T> square[kCount] = {};
-      for (int i = 0; i < width; ++i) {
-        // + 0 turns -0, which only depends on what masked keys hold, into 0.
-        square[i] = S::load(o_t + (d + i) * panel_rows + lane) / by + Vec<T>{};
+      Vec<T> square[kCount];
+      for (int i = 0; i < kCount; ++i) {
+        // Past the last channel only lanes that are not stored. + 0 turns -0, which only depends on
+        // what masked keys hold, into 0.
+        const std::int64_t channel = d + (i < width ? i : width - 1);
+        square[i] = S::load(o_t + channel * panel_rows + lane) / by + Vec<T>{};
       }
       transpose<T>(square);
       for (int i = 0; i < filled; ++i) {
@@ -211,7 +213,7 @@ void store_outputs(const ForwardTask& task, const RowTable& rows, std::int64_t f
 
 // s_t[j][lane] = sum_d k[j][d] q_t[d][lane] for kRegisterRows keys.
 template <typename T, int kVectors>
-void score_tile(const T* q_t, std::int64_t head_dim, const T* k, std::int64_t k_stride, T* s_t) {
+[[gnu::noinline]] void score_tile(const T* q_t, std::int64_t head_dim, const T* k, std::int64_t k_stride, T* s_t) {
   using S = Simd<T>;
   constexpr int kRows = kVectors * kLanes<T>;
   Vec<T> sum[kRegisterRows][kVectors] = {};
@@ -236,7 +238,7 @@ void score_tile(const T* q_t, std::int64_t head_dim, const T* k, std::int64_t k_
 // The last keys of a range: kTailRows of them, of which only the first `count` exist. The rows of s_t
 // past them are written but never read.
 template <typename T, int kVectors>
-void score_tail(const T* q_t, std::int64_t head_dim, const T* k, std::int64_t k_stride, int count,
+[[gnu::noinline]] void score_tail(const T* q_t, std::int64_t head_dim, const T* k, std::int64_t k_stride, int count,
                 T* s_t) {
   using S = Simd<T>;
   constexpr int kRows = kVectors * kLanes<T>;
@@ -276,12 +278,19 @@ void scores(const T* q_t, std::int64_t head_dim, const Tile<T>& k, int begin, in
   }
 }
 
+// What becomes of the output that earlier tiles left.
+template <typename T, int kVectors>
+struct Rescale {
+  bool first = true;  // there is none yet: o_t is not read
+  Vec<T> alpha[kVectors];
+};
+
 // o_t[d][lane] = o_t[d][lane] alpha[lane] + sum_j v[j][d] p_t[j][lane] for kChannels channels, of
 // which only the first `count` exist; the others repeat the last one. The tile's own sum is made
 // apart, so that rounding errors grow with the number of tiles, not of keys.
 template <typename T, int kVectors, int kChannels, bool kWhole>
-void output_tile(const T* p_t, int keys, const T* const* v, std::int64_t channel, int count,
-                 const Vec<T> (&alpha)[kVectors], T* o_t) {
+[[gnu::noinline]] void output_tile(const T* p_t, int keys, const T* const* v, std::int64_t channel, int count,
+                 const Rescale<T, kVectors>& rescale, T* o_t) {
   using S = Simd<T>;
   constexpr int kRows = kVectors * kLanes<T>;
   Vec<T> sum[kChannels][kVectors] = {};
@@ -297,27 +306,33 @@ void output_tile(const T* p_t, int keys, const T* const* v, std::int64_t channel
     });
     p_t += kRows;
   }
-  unroll<kChannels>([&](auto d) {
-    unroll<kVectors>([&](auto i) {
-      T* at = o_t + (channel + d) * kRows + i * kLanes<T>;
-      S::store(at, S::fma(S::load(at), alpha[i], sum[d][i]));
+  T* o = o_t + channel * kRows;
+  if (!rescale.first) {
+    unroll<kChannels>([&](auto d) {
+      unroll<kVectors>([&](auto i) {
+        const Vec<T> before = S::load(o + d * kRows + i * kLanes<T>);
+        sum[d][i] = S::fma(before, rescale.alpha[i], sum[d][i]);
+      });
     });
+  }
+  unroll<kChannels>([&](auto d) {
+    unroll<kVectors>([&](auto i) { S::store(o + d * kRows + i * kLanes<T>, sum[d][i]); });
   });
 }
 
 template <typename T, int kVectors>
 void outputs(const T* p_t, int keys, const T* const* v, std::int64_t head_dim_v,
-             const Vec<T> (&alpha)[kVectors], T* o_t) {
+             const Rescale<T, kVectors>& rescale, T* o_t) {
   std::int64_t d = 0;
   for (; d + kRegisterRows <= head_dim_v; d += kRegisterRows) {
-    output_tile<T, kVectors, kRegisterRows, true>(p_t, keys, v, d, kRegisterRows, alpha, o_t);
+    output_tile<T, kVectors, kRegisterRows, true>(p_t, keys, v, d, kRegisterRows, rescale, o_t);
   }
   for (; d + kTailRows <= head_dim_v; d += kTailRows) {
-    output_tile<T, kVectors, kTailRows, true>(p_t, keys, v, d, kTailRows, alpha, o_t);
+    output_tile<T, kVectors, kTailRows, true>(p_t, keys, v, d, kTailRows, rescale, o_t);
   }
   if (d < head_dim_v) {
     output_tile<T, kVectors, kTailRows, false>(p_t, keys, v, d, static_cast<int>(head_dim_v - d),
-                                               alpha, o_t);
+                                               rescale, o_t);
   }
 }
 
@@ -473,7 +488,7 @@ struct PanelTile {
 // Scores in s_t become probabilities relative to the new maximum. Keys that no row sees are left out:
 // the others move up, and so do their rows' addresses, from v to seen_v. Returns how many they are.
 template <typename T, int kVectors, bool kPlain>
-int softmax_tile(const PanelTile<T>& tile, T* s_t, T* running_max, T* running_sum,
+[[gnu::noinline]] int softmax_tile(const PanelTile<T>& tile, T* s_t, T* running_max, T* running_sum,
                  const T* const* v, const T** seen_v, Vec<T> (&alpha)[kVectors]) {
   using S = Simd<T>;
   constexpr int kCount = kLanes<T>;
@@ -559,6 +574,7 @@ template <typename T>
 struct Panel {
   std::int64_t first = 0;  // row of the task
   int vectors = 0;
+  bool started = false;    // o_t holds something
   PanelRange range{};
   T* q_t = nullptr;
   T* o_t = nullptr;
@@ -568,7 +584,7 @@ struct Panel {
 
 // The tile of keys that starts at `key`, for one panel.
 template <typename T, int kVectors>
-void attend(const ForwardTask& task, const RowTable& rows, const Panel<T>& panel, std::int64_t key,
+void attend(const ForwardTask& task, const RowTable& rows, Panel<T>& panel, std::int64_t key,
             const Tile<T>& k, const T* const* v, const Scratch<T>& scratch) {
   constexpr int kRows = kVectors * kLanes<T>;
   PanelTile<T> tile;
@@ -604,20 +620,23 @@ void attend(const ForwardTask& task, const RowTable& rows, const Panel<T>& panel
   }
   tile.softcap = static_cast<T>(task.softcap);
 
-  Vec<T> alpha[kVectors];
+  Rescale<T, kVectors> rescale;
+  rescale.first = !panel.started;
   const T* seen_v[kTileKeys];
   const bool plain =
       !tile.partial && tile.adjust == nullptr && tile.keep == nullptr && tile.softcap == T{0};
   const T* p_t = scratch.s_t + tile.begin * kRows;
   if (plain) {
     const int count = softmax_tile<T, kVectors, true>(tile, scratch.s_t, panel.max, panel.sum, v,
-                                                      nullptr, alpha);
-    outputs<T, kVectors>(p_t, count, v + tile.begin, task.head_dim_v, alpha, panel.o_t);
+                                                      nullptr, rescale.alpha);
+    outputs<T, kVectors>(p_t, count, v + tile.begin, task.head_dim_v, rescale, panel.o_t);
+    panel.started = true;
   } else {
     const int count = softmax_tile<T, kVectors, false>(tile, scratch.s_t, panel.max, panel.sum, v,
-                                                       seen_v, alpha);
+                                                       seen_v, rescale.alpha);
     if (count > 0) {
-      outputs<T, kVectors>(p_t, count, seen_v, task.head_dim_v, alpha, panel.o_t);
+      outputs<T, kVectors>(p_t, count, seen_v, task.head_dim_v, rescale, panel.o_t);
+      panel.started = true;
     }
   }
 }
@@ -687,9 +706,6 @@ void forward(const ForwardTask& task, std::byte* memory) {
     }
 
     load_queries<kStored, T>(task, rows, panel.first, panel.vectors, panel.q_t);
-    for (std::int64_t d = 0; d < o_rows * panel.vectors * kCount; d += kCount) {
-      Simd<T>::store(panel.o_t + d, Vec<T>{});
-    }
     for (int lane = 0; lane < panel.vectors * kCount; ++lane) {
       // The sink is a first score without value, at its own maximum.
       T sink = -kInfinity<T>;
@@ -725,6 +741,11 @@ void forward(const ForwardTask& task, std::byte* memory) {
     const Panel<T>& panel = panels[p];
     const std::int64_t valid = smaller(num_rows - panel.first, panel.vectors * kCount);
     if (task.lse.data != nullptr) store_lse(task, rows, panel, valid);
+    if (!panel.started) {
+      for (std::int64_t d = 0; d < o_rows * panel.vectors * kCount; d += kCount) {
+        Simd<T>::store(panel.o_t + d, Vec<T>{});
+      }
+    }
     T divisor[kRows];
     const auto dropped = static_cast<double>(task.dropout_threshold) / 65536.0;
     for (int lane = 0; lane < panel.vectors * kCount; ++lane) {
