@@ -53,8 +53,10 @@ class Scratch {
 
 double* as_doubles(std::byte* workspace) { return reinterpret_cast<double*>(workspace); }
 
+// Rows of no elements may have no address to count from.
 void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
               std::int64_t dim, double* to) {
+  if (dim == 0) return;
   const std::byte* from = rows.at(batch, row, head);
   for (std::int64_t d = 0; d < dim; ++d) {
     to[d] = load_as_double(from + d * dtype_size(rows.dtype), rows.dtype);
@@ -63,6 +65,7 @@ void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::i
 
 void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
                std::int64_t dim, const double* from) {
+  if (dim == 0) return;
   std::byte* to = rows.at(batch, row, head);
   for (std::int64_t d = 0; d < dim; ++d) {
     store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, from[d]);
@@ -71,6 +74,7 @@ void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::
 
 void store_zeros(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
                  std::int64_t dim) {
+  if (dim == 0) return;
   std::byte* to = rows.at(batch, row, head);
   for (std::int64_t d = 0; d < dim; ++d) {
     store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, 0.0);
@@ -381,8 +385,12 @@ class BackwardWorker {
     std::fill_n(dq_row_, dim_qk, 0.0);
 
     std::span<const Pair> pairs = keys_.visible_pairs(n, s, head, i, q_row_);
-    // Where lse is -inf, no key has a weight.
-    if (lse == kMinusInfinity) pairs = {};
+    double sink = sink_logit(problem_, n, head);
+    // Where lse is -inf, nothing has a weight.
+    if (lse == kMinusInfinity) {
+      pairs = {};
+      sink = kMinusInfinity;
+    }
     // dO of a row that sees no key has no influence, whatever it holds; o may still be non-zero
     // where it is the result over more keys than these.
     double delta = 0.0;
@@ -401,11 +409,8 @@ class BackwardWorker {
       add_scaled(ds, q_row_, dim_qk, dk_ + pair.j * dim_qk);
       add_scaled(p * kept, d_o_row_, dim_v, dv_ + pair.j * dim_v);
     }
-    if (problem_.dsink.wanted) {
-      const double sink = sink_logit(problem_, n, head);
-      if (sink != kMinusInfinity) {
-        dsink_[n * problem_.num_heads_q + head] += std::exp(sink - lse) * (d_lse - delta);
-      }
+    if (problem_.dsink.wanted && sink != kMinusInfinity) {
+      dsink_[n * problem_.num_heads_q + head] += std::exp(sink - lse) * (d_lse - delta);
     }
     if (problem_.dq.wanted) store_row(problem_.dq, s.batch, at, head, dim_qk, dq_row_);
   }
@@ -579,6 +584,8 @@ void run_attention_merge(const BackendPlan& plan, const AttentionMergeProblem& p
     }
     const double weight1 = empty1 ? 0.0 : std::exp(lse1 - lse);
     const double weight2 = empty2 ? 0.0 : std::exp(lse2 - lse);
+    store_scalar(problem.lse, batch, row, head, lse);
+    if (problem.head_dim == 0) return;
     const std::byte* o1 = problem.o1.at(batch, row, head);
     const std::byte* o2 = problem.o2.at(batch, row, head);
     std::byte* o = problem.o.at(batch, row, head);
@@ -590,7 +597,6 @@ void run_attention_merge(const BackendPlan& plan, const AttentionMergeProblem& p
       if (!empty2) value += weight2 * load_as_double(o2 + offset, problem.dtype);
       store_from_double(o + offset, problem.dtype, value);
     }
-    store_scalar(problem.lse, batch, row, head, lse);
   };
   parallel_for(problem.batch * problem.num_heads, planned_workers(plan),
                [&](std::int64_t task, std::int32_t) {

@@ -234,12 +234,12 @@ class Plain {
       for (std::int64_t i = 0; i < len_q; ++i) {
         bool seen = false;
         for (std::int64_t j = 0; j < len_kv; ++j) seen = seen || visible(i, j) != 0;
+        // A row without visible key has o = 0 and no such term, whatever dO holds; a given o may be
+        // the result over more keys than these.
         T row_term{0};
-        if (seen) {
-          for (std::int64_t d = 0; d < c.head_dim_v; ++d) {
-            row_term -= d_o(i, d) *
-                        static_cast<T>(o[index(c.q_row(n, i, head, c.head_dim_v) + d)]);
-          }
+        for (std::int64_t d = 0; d < c.head_dim_v; ++d) {
+          const T saved_o = static_cast<T>(o[index(c.q_row(n, i, head, c.head_dim_v) + d)]);
+          if (seen || saved_o != T{0}) row_term -= d_o(i, d) * saved_o;
         }
         if (c.d_lse.present()) row_term += static_cast<T>(c.d_lse.at[index(c.lse_at(n, i, head))]);
         if (c.sink.present()) add(g.dsink[index(head)], p_sink[index(i)] * row_term);
