@@ -32,7 +32,7 @@ def _poisoned_empty(empty):
         array = empty(*arguments, **keywords)
         if array.dtype.kind in "iub":
             array.reshape(-1).view(np.uint8)[...] = 0xFF
-        else:
+        elif array.dtype.kind != "O":  # other libraries keep objects in arrays, not numbers
             array[...] = np.nan
         return array
 

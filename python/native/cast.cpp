@@ -215,7 +215,9 @@ Ref from_exchange(const Request& request) {
   Ref tensor = new_tensor();
   dlpack::ManagedTensorVersioned* managed = nullptr;
   if (api->managed_tensor_from_object(request.array, &managed) != 0) {
-    if (PyErr_ExceptionMatches(PyExc_Exception) == 0) throw PythonError{};
+    if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0) {
+      throw PythonError{};
+    }
     PyErr_Clear();  // __dlpack__ gives the reason
     return {};
   }
