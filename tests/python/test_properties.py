@@ -173,6 +173,57 @@ def test_permuting_packed_sequences_commutes(backend, case, seed):
         assert_same_bits(moved_gradients[:3], wanted)
 
 
+@given(case=cases(packed=True, without=("dropout",)), chosen=st.integers(0, 2))
+def test_a_batch_invariant_sequence_does_not_know_its_neighbours(backend, case, chosen):
+    """One sequence of a packed call, and the same alone as a dense batch of one: the same bits."""
+    options = dict(case.options)
+    cu_q, cu_kv = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_kv")
+    n = chosen % (len(cu_q) - 1)
+    length_q = options.pop("seqlens_q")[n] if "seqlens_q" in options else cu_q[n + 1] - cu_q[n]
+    length_kv = options.pop("seqlens_kv")[n] if "seqlens_kv" in options else cu_kv[n + 1] - cu_kv[n]
+    rows_q = slice(cu_q[n], cu_q[n] + length_q)
+    rows_kv = slice(cu_kv[n], cu_kv[n] + length_kv)
+    for name in PER_PAIR:
+        if name in options:
+            x = options[name]
+            x = x[n : n + 1] if x.shape[0] > 1 else x
+            x = x[:, :, :length_q] if x.shape[2] > 1 else x
+            options[name] = x[..., :length_kv] if x.shape[3] > 1 else x
+    for name, rows in (("q_segment_ids", rows_q), ("kv_segment_ids", rows_kv)):
+        if name in options:
+            options[name] = options[name][None, rows]
+    if options.get("alibi_slopes", np.zeros(0)).ndim == 2:
+        options["alibi_slopes"] = options["alibi_slopes"][n]
+    alone = (case.q[None, rows_q], case.k[None, rows_kv], case.v[None, rows_kv])
+    o, lse = forward(backend, *case.tensors, **case.options, batch_invariant=True)
+    alone_o, alone_lse = forward(backend, *alone, **options, batch_invariant=True)
+    assert_same_bits((o[rows_q], lse[:, rows_q]), (alone_o[0], alone_lse[0]))
+    if backend in BACKWARD_BACKENDS:
+        gradients = backward(
+            backend,
+            case.d_o,
+            *case.tensors,
+            o,
+            lse,
+            d_lse=case.d_lse,
+            **case.options,
+            batch_invariant=True,
+        )
+        d_lse = None if case.d_lse is None else case.d_lse[None, :, rows_q]
+        by_itself = backward(
+            backend,
+            case.d_o[None, rows_q],
+            *alone,
+            alone_o,
+            alone_lse,
+            d_lse=d_lse,
+            **options,
+            batch_invariant=True,
+        )
+        wanted = [gradients.dq[rows_q], gradients.dk[rows_kv], gradients.dv[rows_kv]]
+        assert_same_bits([x[0] for x in by_itself[:3]], wanted)
+
+
 @given(case=cases(), seed=seeds)
 def test_poison_around_every_input_has_no_influence(backend, case, seed):
     rng = np.random.default_rng(seed)
