@@ -1,1 +1,1 @@
-"""Runnable examples, each in a folder of its own."""
+"""Runnable examples."""
