@@ -82,7 +82,7 @@ def _prepare_onchip(case: AttentionCase, q: Array, k: Array, v: Array) -> Prepar
     import onchip
 
     # Forced: a figure of the fast backend must not come from the reference.
-    options = {"causal": case.causal, "backend": "cpu"}
+    options: dict[str, Any] = {"causal": case.causal, "backend": "cpu"}
     lse_bytes = 4 * case.batch * case.num_heads * case.seqlen
     backend, kernel = chosen(onchip.explain("attention_forward", q, k, v, **options))
     return Prepared(

@@ -94,9 +94,10 @@ class Encoder:
         return q, k, v
 
     def _linear(self, name: str, x: Array) -> Array:
-        y: Array = x @ self.weights[name + ".weight"].T
+        # One product over all tokens: NumPy would make one for each sequence of a rank 3 array.
+        y: Array = x.reshape(-1, x.shape[-1]) @ self.weights[name + ".weight"].T
         y += self.weights[name + ".bias"]
-        return y
+        return y.reshape(*x.shape[:-1], -1)
 
     def _layer_norm(self, name: str, x: Array) -> Array:
         x = x - x.mean(axis=-1, keepdims=True)

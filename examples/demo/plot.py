@@ -35,7 +35,8 @@ def draw(record: dict[str, Any], titles: dict[str, str], path: Path) -> None:
         _line(time_axes, measured, times, title, STYLES[name])
         with_memory = [c for c in measured if rows[c.name]["peak_bytes"] is not None]
         peaks = [max(RESOLUTION_BYTES, rows[c.name]["peak_bytes"]) / 2**20 for c in with_memory]
-        _line(memory_axes, with_memory, peaks, title, STYLES[name])
+        at_floor = bool(peaks) and peaks[-1] == RESOLUTION_BYTES / 2**20
+        _line(memory_axes, with_memory, peaks, title, STYLES[name], "< " if at_floor else "")
 
     tensors = [case.tensor_bytes / 2**20 for case in cases]
     dotted = {"color": "black", "linestyle": ":"}
@@ -54,12 +55,18 @@ def draw(record: dict[str, Any], titles: dict[str, str], path: Path) -> None:
 
 
 def _line(
-    axes: Axes, cases: list[AttentionCase], values: list[float], title: str, style: dict[str, Any]
+    axes: Axes,
+    cases: list[AttentionCase],
+    values: list[float],
+    title: str,
+    style: dict[str, Any],
+    bound: str = "",
 ) -> None:
+    """A line whose last value is written beside it, after `bound` where that is only a bound."""
     axes.plot([case.seqlen for case in cases], values, label=title, **style)
     if cases:
         axes.annotate(
-            f"{values[-1]:,.0f}" if values[-1] >= 10 else f"{values[-1]:.2g}",
+            bound + (f"{values[-1]:,.0f}" if values[-1] >= 10 else f"{values[-1]:.2g}"),
             (cases[-1].seqlen, values[-1]),
             xytext=(8, 0),
             textcoords="offset points",

@@ -14,7 +14,8 @@ class CheckFailed(Exception):
 
 
 def ms_text(ms: float) -> str:
-    return f"{ms:.3g} ms" if ms < 100 else f"{ms:,.0f} ms"
+    digits = 2 if ms < 10 else 1 if ms < 100 else 0
+    return f"{ms:,.{digits}f} ms"
 
 
 def bytes_text(count: int | None) -> str:

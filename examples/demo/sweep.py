@@ -63,12 +63,13 @@ def print_table(console: Console, results: list[measure.Result]) -> None:
         title=f"Causal attention, fp32, {NUM_HEADS} heads, head_dim {HEAD_DIM}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
         caption="time: best of the samples, after a warm-up. extra memory: peak resident memory "
         "of a call beyond its inputs and results. error: the largest against fp64, over sampled "
         "rows of every head.",
         caption_justify="left",
     )
-    table.add_column("tokens", justify="right")
+    table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for heading in ("time", "GFLOP/s", "x plain", "extra memory", "error"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -104,6 +104,9 @@ def test_it_runs_from_end_to_end(tmp_path):
     for name in (sweep.PLAIN, sweep.ONCHIP):
         assert {r["case"] for r in made["results"] if r["impl"] == name} == cases
     assert made["skipped"] == []
+    peaks = {r["impl"]: r["peak_bytes"] for r in made["results"] if "s1024" in r["case"]}
+    if None not in peaks.values():
+        assert peaks[sweep.ONCHIP] < peaks[sweep.PLAIN] / 2
     image = (tmp_path / "attention_cpu.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) > 10_000
