@@ -201,21 +201,25 @@ std::int32_t flag_of(const Place& place, PyObject* value) {
 std::int32_t choice_of(const Place& place, PyObject* value, std::span<const char* const> names,
                        std::int32_t first, const char* wanted) {
   if (PyUnicode_Check(value) != 0) {
-    const std::string_view text = utf8(value);
     for (std::size_t i = 0; i < names.size(); ++i) {
-      if (text == names[i]) return first + static_cast<std::int32_t>(i);
+      if (PyUnicode_CompareWithASCIIString(value, names[i]) == 0)
+        return first + static_cast<std::int32_t>(i);
     }
   }
   refuse(place, describe_value(value), wanted);
 }
 
 const char* name_of(const Place& place, PyObject* value) {
-  if (PyUnicode_Check(value) == 0) refuse(place, describe_value(value), "a name or None");
+  constexpr const char* kWanted = "a name or None";
+  if (PyUnicode_Check(value) == 0) refuse(place, describe_value(value), kWanted);
   Py_ssize_t length = 0;
   const char* text = PyUnicode_AsUTF8AndSize(value, &length);
-  if (text == nullptr) throw PythonError{};
+  if (text == nullptr) {  // half a surrogate pair
+    PyErr_Clear();
+    refuse(place, describe_value(value), kWanted);
+  }
   if (std::strlen(text) != static_cast<std::size_t>(length)) {
-    refuse(place, "a name with a zero byte", "a name or None");
+    refuse(place, "a name with a zero byte", kWanted);
   }
   return text;
 }

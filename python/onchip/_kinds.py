@@ -165,11 +165,13 @@ class _Spec(Kind):
 
 
 def _parse_device(op: str, argument: str, device: str) -> tuple[int, int]:
-    name, _, ordinal = device.partition(":")
-    if name == "cpu" and not ordinal:
+    if device == "cpu":
         return CPU, 0
-    if name == "cuda" and (not ordinal or ordinal.isdecimal()):
-        return CUDA, int(ordinal or 0)
+    if device == "cuda":
+        return CUDA, 0
+    name, _, ordinal = device.partition(":")
+    if name == "cuda" and ordinal.isdecimal():
+        return CUDA, int(ordinal)
     raise InvalidArgument(
         f'{op}: {argument}: got device {device!r}, wanted "cpu", "cuda" or "cuda:<ordinal>"'
     )
