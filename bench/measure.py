@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from bench.implementations import IMPLEMENTATIONS, Array
 
 Result = dict[str, Any]
 
+_ROOT = Path(__file__).resolve().parents[1]
 _SAMPLED_ROWS = 64
 _MAX_SAMPLES = 15
 _WARM_UP_SEQLEN = 128
@@ -116,7 +118,11 @@ def measure_in_own_process(
     """Raises Skipped where there is no result, with the reason; RuntimeError if the child fails."""
     command = [sys.executable, "-m", "bench.measure", case.name, implementation_name]
     child = subprocess.run(
-        [*command, "--budget", str(budget_s)], capture_output=True, text=True, check=False
+        [*command, "--budget", str(budget_s)],
+        cwd=_ROOT,  # where `bench` is found
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if child.returncode == -signal.SIGKILL:
         raise Skipped("killed, most likely for want of memory")
@@ -141,6 +147,8 @@ def main() -> None:
         answer = measure(arguments.case, arguments.implementation, arguments.budget, arguments.seed)
     except Skipped as reason:
         answer = {"skipped": str(reason)}
+    except MemoryError as error:
+        answer = {"skipped": f"out of memory: {error}"}
     print(json.dumps(answer))
 
 

@@ -1,6 +1,8 @@
 """Benchmarks: a case's name and cost, the memory and error that are measured, the record's form."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -83,6 +85,23 @@ def test_what_does_not_fit_is_skipped_with_the_reason():
     huge = AttentionCase.parse("attention/fwd/fp32/h1d64/causal/b1s10000000")
     with pytest.raises(measure.Skipped, match="GiB of memory"):
         measure.measure_in_own_process(huge, "numpy:plain", budget_s=0.05)
+
+
+def test_running_out_of_memory_is_skipped_with_the_reason():
+    limit = 1 << 30
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({limit}, {limit}))\n"
+        "from bench import measure; measure.main()"
+    )
+    # 1.6 GiB of scores: less than is free, more than the limit.
+    case = "attention/fwd/fp32/h1d16/causal/b1s20000"
+    child = subprocess.run(
+        [sys.executable, "-c", code, case, "numpy:plain"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(child.stdout)["skipped"].startswith("out of memory: Unable to allocate")
 
 
 def test_what_is_not_installed_is_skipped(monkeypatch):
