@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,6 +98,7 @@ def test_running_out_of_memory_is_skipped_with_the_reason():
     case = "attention/fwd/fp32/h1d16/causal/b1s20000"
     child = subprocess.run(
         [sys.executable, "-c", code, case, "numpy:plain"],
+        cwd=Path(measure.__file__).parents[1],
         capture_output=True,
         text=True,
         check=True,
