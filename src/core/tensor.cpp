@@ -104,11 +104,11 @@ TensorView checked_view(std::string_view op, std::string_view name, const onchip
   view.dtype = static_cast<DType>(tensor->dtype);
   view.rank = tensor->rank;
   view.device = {tensor->device_type, tensor->device_id};
+  const auto rank = static_cast<std::size_t>(view.rank);
+  std::copy_n(tensor->shape, rank, view.shape.begin());
+  std::copy_n(tensor->strides, rank, view.strides.begin());
   bool empty = false;
-  for (std::int32_t i = 0; i < view.rank; ++i) {
-    const auto axis = static_cast<std::size_t>(i);
-    view.shape[axis] = tensor->shape[axis];
-    view.strides[axis] = tensor->strides[axis];
+  for (std::size_t axis = 0; axis < rank; ++axis) {
     if (view.shape[axis] < 0) {
       throw_invalid(op, name, "shape " + shape_text(view), "extents of at least 0");
     }
@@ -119,10 +119,18 @@ TensorView checked_view(std::string_view op, std::string_view name, const onchip
   constexpr Wide kLimit = INT64_MAX / 8;
   Wide count = 1;
   Wide span = 0;
-  for (std::int32_t i = 0; i < view.rank; ++i) {
-    const auto axis = static_cast<std::size_t>(i);
-    if (view.shape[axis] == 0) continue;
+  for (std::size_t axis = 0; axis < rank; ++axis) {
+    if (view.shape[axis] == 0) {
+      view.strides[axis] = 0;
+      continue;
+    }
     count *= view.shape[axis];
+    // An axis of one element is never stepped along, an empty tensor not at all: whatever stands
+    // there must not overflow when it is turned into bytes.
+    if (empty || (view.shape[axis] == 1 && (view.strides[axis] > kLimit ||
+                                            view.strides[axis] < -kLimit))) {
+      view.strides[axis] = 0;
+    }
     const Wide reach = Wide{view.strides[axis]} * (view.shape[axis] - 1);
     span += reach < 0 ? -reach : reach;
     if (count > kLimit || span > kLimit) {
@@ -130,19 +138,21 @@ TensorView checked_view(std::string_view op, std::string_view name, const onchip
                     "a view that spans less than 2^63 bytes");
     }
   }
-  if (view.rank > 0 && !empty) {
-    const auto last = static_cast<std::size_t>(view.rank - 1);
-    if (view.shape[last] > 1 && view.strides[last] != 1) {
-      throw_invalid(op, name, "innermost stride " + std::to_string(view.strides[last]),
-                    "innermost stride 1", "a contiguous copy");
-    }
+  if (empty) {
+    // Nor is its address used: rows of no elements start at NULL + 0.
+    view.data = nullptr;
+    return view;
   }
-  if (!empty && view.data == nullptr) {
+  if (rank > 0 && view.shape[rank - 1] > 1 && view.strides[rank - 1] != 1) {
+    throw_invalid(op, name, "innermost stride " + std::to_string(view.strides[rank - 1]),
+                  "innermost stride 1", "a contiguous copy");
+  }
+  if (view.data == nullptr) {
     throw_invalid(op, name, "a null data pointer with shape " + shape_text(view),
                   "an address, or an empty shape");
   }
   const auto address = reinterpret_cast<std::uintptr_t>(view.data);
-  if (!empty && address % static_cast<std::uintptr_t>(view.element_size()) != 0) {
+  if (address % static_cast<std::uintptr_t>(view.element_size()) != 0) {
     throw_invalid(op, name, "an address not aligned to its elements",
                   "a multiple of " + std::to_string(view.element_size()) + " bytes");
   }

@@ -53,10 +53,8 @@ class Scratch {
 
 double* as_doubles(std::byte* workspace) { return reinterpret_cast<double*>(workspace); }
 
-// Rows of no elements may have no address to count from.
 void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
               std::int64_t dim, double* to) {
-  if (dim == 0) return;
   const std::byte* from = rows.at(batch, row, head);
   for (std::int64_t d = 0; d < dim; ++d) {
     to[d] = load_as_double(from + d * dtype_size(rows.dtype), rows.dtype);
@@ -65,7 +63,6 @@ void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::i
 
 void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
                std::int64_t dim, const double* from) {
-  if (dim == 0) return;
   std::byte* to = rows.at(batch, row, head);
   for (std::int64_t d = 0; d < dim; ++d) {
     store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, from[d]);
@@ -74,7 +71,6 @@ void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::
 
 void store_zeros(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
                  std::int64_t dim) {
-  if (dim == 0) return;
   std::byte* to = rows.at(batch, row, head);
   for (std::int64_t d = 0; d < dim; ++d) {
     store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, 0.0);
@@ -585,7 +581,6 @@ void run_attention_merge(const BackendPlan& plan, const AttentionMergeProblem& p
     const double weight1 = empty1 ? 0.0 : std::exp(lse1 - lse);
     const double weight2 = empty2 ? 0.0 : std::exp(lse2 - lse);
     store_scalar(problem.lse, batch, row, head, lse);
-    if (problem.head_dim == 0) return;
     const std::byte* o1 = problem.o1.at(batch, row, head);
     const std::byte* o2 = problem.o2.at(batch, row, head);
     std::byte* o = problem.o.at(batch, row, head);
