@@ -165,6 +165,18 @@ def test_accumulator_is_an_operand(run):
     np.testing.assert_array_equal(got, (rows * 16 + columns // 8).astype(np.float16))
 
 
+@pytest.mark.parametrize("live", [0, 1, 13, 64])
+def test_accumulator_rows_without_keys_become_zeros(run, live):
+    out = np.full((64, 128), np.nan, np.float16)
+    got, negated = run("accumulator_to_matrix", live, out, out)
+    want = np.repeat(np.arange(64, dtype=np.float16)[:, None], 128, 1)
+    want[:, 3] = np.nan
+    want[live:] = 0
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(negated, -want)
+    assert np.signbit(negated[live:]).all()
+
+
 def test_pack_rounds_to_nearest_even(run):
     rng = np.random.default_rng(1)
     x = (rng.standard_normal(100_000) * 10.0 ** rng.uniform(-6, 3.5, 100_000)).astype(np.float32)
@@ -249,9 +261,61 @@ def test_online_softmax(run, spread, masked):
     first = seen[0].max(1)
     moved = live & ~np.isneginf(first)
     np.testing.assert_allclose(
-        o[moved], np.exp2(c * (first - maximum))[moved], rtol=1e-3, atol=1e-30
+        o[moved], np.exp2(c * (first[moved] - maximum[moved])), rtol=1e-3, atol=1e-30
     )
     assert (o[live & np.isneginf(first)] == 0).all()
+
+
+class DenseBatch(ctypes.Structure):
+    _fields_ = [
+        ("seqlens_q", ctypes.c_uint64),
+        ("seqlens_kv", ctypes.c_uint64),
+        ("q_int64", ctypes.c_bool),
+        ("kv_int64", ctypes.c_bool),
+        ("seqlen_q", ctypes.c_int),
+        ("seqlen_kv", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("tiles_per_head", ctypes.c_int),
+        ("heads_per_section", ctypes.c_int),
+        ("num_tiles", ctypes.c_int),
+    ]
+
+
+@pytest.mark.parametrize("heads_per_section", [1, 4, 6])
+def test_dense_tiles(run, heads_per_section):
+    batch, heads, tiles = 5, 3, 7
+    used = np.array([100, -4, 1000, 7, 5000], np.int64)
+    buffer = driver_buffer(run, used)
+    given = DenseBatch(
+        0, buffer.address, False, True, 800, 1000, heads, tiles, heads_per_section, 15 * tiles
+    )
+    want = []
+    for first in range(0, batch * heads, heads_per_section):
+        for tile in reversed(range(tiles)):
+            for h in range(first, min(first + heads_per_section, batch * heads)):
+                b = h // heads
+                want.append([b, h % heads, tile, 800, 800, min(max(used[b], 0), 1000)])
+    count = len(want) + 2
+    (got,) = run("dense_tiles", given, count, np.zeros((count, 6), np.int32), blocks=2)
+    assert got[:-2].tolist() == want
+    assert got[-2:, 0].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 132, 500])
+def test_work_counter(run, blocks):
+    """In memory that holds anything: noise, what others left half done, its own leavings."""
+    rng = np.random.default_rng(5)
+    pieces, launch = 1000, int(rng.integers(2**61)) * 2
+    memory = rng.integers(-(2**63), 2**63 - 1, 2)
+    for other in (None, 0, launch + 2, launch + 3, launch - 1):
+        if other is not None:
+            memory[0] = other
+        counter = driver_buffer(run, memory)
+        for repeat in range(1, 4):
+            taken = driver_buffer(run, np.zeros(pieces, np.int32))
+            run("share_work", counter, ctypes.c_uint64(launch), pieces, taken, blocks=blocks)
+            assert (taken.read() == 1).all()
+            assert counter.read()[0] == 0, repeat
 
 
 class PackedBatch(ctypes.Structure):

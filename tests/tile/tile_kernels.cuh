@@ -1,12 +1,13 @@
 // One kernel a primitive of src/gpu/tile: it shows, in global memory, what the primitive did.
 // Compiled by NVRTC and run by test_tile.py.
 #include "gpu/tile/fragment.cuh"
-#include "gpu/tile/mbarrier.cuh"
 #include "gpu/tile/named_barrier.cuh"
 #include "gpu/tile/online_softmax.cuh"
+#include "gpu/tile/pipeline.cuh"
 #include "gpu/tile/sequences.cuh"
 #include "gpu/tile/tma.cuh"
 #include "gpu/tile/wgmma.cuh"
+#include "gpu/tile/work_counter.cuh"
 
 using namespace onchip::tile;
 
@@ -15,6 +16,11 @@ namespace {
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 constexpr int kRows = 64;
+
+enum class Ring { full, empty };
+struct RingFailure {
+  int seen, block, thread, role, barrier, stage, parity;
+};
 
 __device__ u16& element(unsigned char* matrix, int rows, int row, int column) {
   const u32 chunk = column / kChunkColumns, in_chunk = column % kChunkColumns;
@@ -116,6 +122,29 @@ extern "C" __global__ void accumulator_round_trip(u16* out) {
   }
 }
 
+// out[row][column] of an accumulator of ones but a NaN in column 3 of every row: row r times r, rows
+// from `live` on without. Then with the signs turned.
+extern "C" __global__ void accumulator_to_matrix(int live, u16* out, u16* negated) {
+  const u32 matrix = shared_address(shared_memory);
+  const int row = accumulator_row(threadIdx.x);
+  float d[64];
+  for (int i = 0; i < 64; ++i) {
+    const int column = 8 * (i / 4) + accumulator_column(threadIdx.x) + i % 2;
+    d[i] = column == 3 ? infinity() - infinity() : 1.0f;
+  }
+  const float factor[2] = {static_cast<float>(row), static_cast<float>(row + 8)};
+  const bool rows_live[2] = {row < live, row + 8 < live};
+  store_accumulator<false>(matrix, threadIdx.x, d, factor, rows_live);
+  for (u16* to : {out, negated}) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < kRows * 128; i += blockDim.x) {
+      to[i] = element(shared_memory, kRows, i / 128, i % 128);
+    }
+    __syncthreads();
+    negate_matrix<8>(matrix, threadIdx.x, 0x80008000u);
+  }
+}
+
 extern "C" __global__ void pack_pairs(const float* in, u32* as_bf16, u32* as_fp16, int pairs) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= pairs) return;
@@ -212,21 +241,21 @@ extern "C" __global__ void mbarrier_phases(int* seen) {
   }
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Pipeline<Ring, RingFailure, true> ring{barrier(2), nullptr, warp};
   bool right = true;
   for (int n = 0; n < 1000; ++n) {
-    const int full = 2 + n % 2, empty = 4 + n % 2, parity = n / 2 % 2;
     if (warp == 0) {
-      mbarrier_wait(barrier(empty), parity ^ 1);
+      ring.wait_empty(Ring::empty, n);
       if (lane == 0) {
         slots[n % 2] = n;
-        mbarrier_arrive(barrier(full));
+        ring.arrive(Ring::full, n);
       }
       __syncwarp();
     } else if (warp == 1) {
-      mbarrier_wait(barrier(full), parity);
+      ring.wait_full(Ring::full, n);
       right = right && *static_cast<volatile int*>(&slots[n % 2]) == n;
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(barrier(empty));
+      if (lane == 0) ring.arrive(Ring::empty, n);
     }
   }
   if (warp == 1) {
@@ -303,6 +332,28 @@ extern "C" __global__ void packed_tiles(PackedBatch batch, int step, int count, 
       for (int j = 0; j < 6; ++j) out[i * 6 + j] = values[j];
     }
   }
+}
+
+// Tile t of a dense batch for t = 0 ..: {batch, head, tile, q_slot, q_length, kv_length}, or batch -1.
+extern "C" __global__ void dense_tiles(DenseBatch batch, int count, int* out) {
+  const int t = blockIdx.x * blockDim.x + threadIdx.x;
+  if (t >= count) return;
+  Sequence s{};
+  int head = 0, tile = 0;
+  if (!find_dense(batch, t, s, head, tile)) s.batch = -1;
+  const int values[] = {s.batch, head, tile, s.q_slot, s.q_length, s.kv_length};
+  for (int j = 0; j < 6; ++j) out[t * 6 + j] = values[j];
+}
+
+// Blocks share `pieces`: taken[i] counts who had piece i.
+extern "C" __global__ void share_work(WorkCounter* counter, u64 launch, int pieces, int* taken) {
+  if (threadIdx.x != 0) return;
+  WorkTaker taker{counter, launch};
+  // Some blocks come to leave, having taken nothing.
+  if (blockIdx.x % 3 != 2) {
+    for (int i = taker.take(); i < pieces; i = taker.take()) atomicAdd(taken + i, 1);
+  }
+  taker.leave(gridDim.x);
 }
 
 extern "C" __global__ void small_instructions(const float* in, float* exponentials,

@@ -64,9 +64,12 @@ const char* plan_reject_tensor(const long long* tensor) {
 int plan_grid(const int* spec, const int* shape, int multiprocessors) {
   return attention_forward_grid(to_spec(spec), to_shape(shape), multiprocessors);
 }
+int plan_counter_bytes(const int* spec, const int* shape, int grid) {
+  return attention_forward_counter_bytes(to_spec(spec), to_shape(shape), grid);
+}
 
-// pointers: lse, cu_seqlens_q, cu_seqlens_kv, seqlens_q, seqlens_kv, tile_counter, longest_block,
-// wait_failure. int64: bit i for array i of the four.
+// pointers: lse, cu_seqlens_q, cu_seqlens_kv, seqlens_q, seqlens_kv, counter, longest_block,
+// wait_failure, and the launch's number. int64: bit i for array i of the four.
 void plan_params(const int* spec, const int* shape, double scale,
                  const unsigned long long* pointers, long long lse_batch_stride,
                  long long lse_head_stride, int int64, void* params) {
@@ -76,9 +79,10 @@ void plan_params(const int* spec, const int* shape, double scale,
   p.cu_seqlens_kv = reinterpret_cast<const void*>(pointers[2]);
   p.seqlens_q = reinterpret_cast<const void*>(pointers[3]);
   p.seqlens_kv = reinterpret_cast<const void*>(pointers[4]);
-  p.tile_counter = reinterpret_cast<int*>(pointers[5]);
+  p.counter = reinterpret_cast<void*>(pointers[5]);
   p.longest_block = reinterpret_cast<unsigned long long*>(pointers[6]);
   p.wait_failure = reinterpret_cast<AttentionForwardWaitFailure*>(pointers[7]);
+  p.launch = pointers[8];
   p.lse_batch_stride = lse_batch_stride;
   p.lse_head_stride = lse_head_stride;
   p.cu_seqlens_q_int64 = (int64 & 1) != 0;

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import random
 
 import attention_plan
 import driver
@@ -61,7 +62,8 @@ class Refused(Exception):
 
 class Attention:
     """One call, prepared: launch() may run many times. q, k, v, o: [batch, rows, heads, dim], or
-    packed [rows, heads, dim] with cu_seqlens; lse like [batch, heads, rows] or [heads, rows]."""
+    packed [rows, heads, dim] with cu_seqlens; lse like [batch, heads, rows] or [heads, rows].
+    `blocks`: at most so many, else one a multiprocessor."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Attention:
         seqlens_q=None,
         seqlens_kv=None,
         spec=None,
-        tile_counter=None,
+        blocks=None,
         longest_block=None,
         wait_failure=None,
         **changes,
@@ -118,11 +120,18 @@ class Attention:
             lib.plan_map(spec.array, shape, operand, t, out)
             dtype = driver.DTYPE_BFLOAT16 if spec.bf16 else driver.DTYPE_FLOAT16
             maps.append(driver.tensor_map(dtype, out[0], out[1:6], out[6:10], out[10:15]))
-        pointers = (ctypes.c_ulonglong * 8)(
+        blocks = blocks or torch.cuda.get_device_properties(0).multi_processor_count
+        self._grid = lib.plan_grid(spec.array, shape, blocks)
+        counter = None
+        if lib.plan_counter_bytes(spec.array, shape, self._grid):
+            # Anything may lie there.
+            counter = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cuda")
+        pointers = (ctypes.c_ulonglong * 9)(
             *(
                 0 if t is None else t.data_ptr()
-                for t in (lse, *lengths, tile_counter, longest_block, wait_failure)
-            )
+                for t in (lse, *lengths, counter, longest_block, wait_failure)
+            ),
+            random.getrandbits(63) * 2,
         )
         int64 = sum(
             1 << i for i, t in enumerate(lengths) if t is not None and t.dtype == torch.int64
@@ -136,10 +145,8 @@ class Attention:
         )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         lib.plan_params(spec.array, shape, scale, pointers, *strides, int64, params)
-        properties = torch.cuda.get_device_properties(0)
-        self._grid = lib.plan_grid(spec.array, shape, properties.multi_processor_count)
         self._arguments = [*maps, params]
-        self._keep = (q, k, v, o, lse, lengths, tile_counter, longest_block, wait_failure)
+        self._keep = (q, k, v, o, lse, lengths, counter, longest_block, wait_failure)
         self._kernel = kernel(spec) if self._grid else None
 
     def launch(self):

@@ -13,6 +13,7 @@ Records go to $OUT (or build/).
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import random
@@ -211,9 +212,9 @@ class Case:
                 expected_lse[b, :, q0 : q0 + nq] = out_lse
         squeeze = (lambda t: t[0]) if self.packed else (lambda t: t)
         failure = torch.zeros(8, dtype=torch.int32, pin_memory=True) if debug else None
-        counter = torch.zeros(2, dtype=torch.int32, device="cuda")
         results = []
-        for dynamic in (False, True):
+        # As many blocks as fit; few, each with tiles of many kinds.
+        for blocks in (None, 5):
             o_buffer.fill_(nan)
             lse.fill_(nan)
             call = attention_runner.Attention(
@@ -222,7 +223,7 @@ class Case:
                 scale=self.scale,
                 causal=self.causal,
                 top_left=self.top_left,
-                tile_counter=counter if dynamic else None,
+                blocks=blocks,
                 wait_failure=failure,
                 debug_waits=int(debug),
                 **self.changes,
@@ -240,9 +241,6 @@ class Case:
                     )
                 raise
             results.append((o_buffer.clone(), lse.clone()))
-            if counter.any():
-                failures.append(f"{self.name}: tile counter left at {counter.tolist()}")
-                counter.zero_()
         name = f"{self.name} [{call.spec.name}]"
         for a, b in zip(*results, strict=True):
             if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
@@ -330,7 +328,7 @@ def dense_cases():
             (64, 128),
             (128, 64),
             (1, 24),
-            (33, 100),
+            (33, 104),
         ):
             # Rows of a width that is no multiple of 16 bytes lie in wider ones.
             yield Case(
@@ -444,19 +442,18 @@ def phase_tile():
 
 
 def turn_cases():
-    for dim in (64, 128):
-        for causal in (False, True):
-            yield Case(
-                f"turns causal={causal}",
-                dtype="bf16",
-                heads=(6, 2),
-                dims=(dim, dim),
-                sq=1000,
-                sk=1000,
-                causal=causal,
-                batch=20,
-                changes={"turn_taking": 1},
-            )
+    for dim, causal, turn_taking in itertools.product((64, 128), (False, True), (0, 1)):
+        yield Case(
+            f"turns={turn_taking} causal={causal}",
+            dtype="bf16",
+            heads=(6, 2),
+            dims=(dim, dim),
+            sq=1000,
+            sk=1000,
+            causal=causal,
+            batch=20,
+            changes={"turn_taking": turn_taking},
+        )
 
 
 def run_cases(cases, debug):
@@ -520,11 +517,9 @@ def phase_repeat():
                 torch.randn(2, 1536, 6, dim, device="cuda").to(torch.bfloat16) for _ in range(3)
             )
             first = None
-            for counter in (None, torch.zeros(2, dtype=torch.int32, device="cuda")):
+            for blocks in (None, 7):
                 o, lse = torch.empty_like(q), torch.empty(2, 6, 1536, device="cuda")
-                call = attention_runner.Attention(
-                    q, k, v, o, lse, causal=causal, tile_counter=counter
-                )
+                call = attention_runner.Attention(q, k, v, o, lse, causal=causal, blocks=blocks)
                 for _ in range(500):
                     o.fill_(float("nan"))
                     call.launch()
@@ -542,19 +537,8 @@ def phase_repeat():
 
 def variants(dim, causal):
     spec = attention_plan.select(True, dim, dim, causal, False)
-    out = {
-        "ours": (spec, False),
-        "ours dynamic": (spec, True),
-        "ours turns": (replace(spec, turn_taking=1), False),
-        "ours turns dynamic": (replace(spec, turn_taking=1), True),
-    }
-    if dim == 64:
-        out["ours 128 rows"] = (replace(spec, warpgroups=2, q_in_registers=1), False)
-        out["ours 128 rows turns"] = (
-            replace(spec, warpgroups=2, q_in_registers=1, turn_taking=1),
-            False,
-        )
-    return out
+    turned = replace(spec, turn_taking=1 - spec.turn_taking)
+    return {"ours": spec, "ours turns" if turned.turn_taking else "ours no turns": turned}
 
 
 def phase_time(rounds):
@@ -578,10 +562,9 @@ def phase_time(rounds):
                 )
                 flops = 4.0 * batch * heads * s * s * dim / (2 if causal else 1)
                 lse = torch.empty(batch, heads, s, device="cuda")
-                for name, (spec, dynamic) in variants(dim, causal).items():
+                for name, spec in variants(dim, causal).items():
                     o = torch.empty_like(q)
-                    counter = torch.zeros(2, dtype=torch.int32, device="cuda") if dynamic else None
-                    options = dict(spec=spec, causal=causal, tile_counter=counter)
+                    options = dict(spec=spec, causal=causal)
                     call = attention_runner.Attention(q, k, v, o, lse, **options)
                     counted = attention_runner.Attention(
                         q, k, v, o, lse, longest_block=cycles, **options
@@ -664,7 +647,7 @@ def all_specs():
     specs = set(attention_plan.registered())
     for dim in (64, 128):
         for causal in (False, True):
-            specs |= {spec for spec, _ in variants(dim, causal).values()}
+            specs |= set(variants(dim, causal).values())
     for bf16 in (0, 1):
         for causal in (0, 1):
             for varlen in (0, 1):

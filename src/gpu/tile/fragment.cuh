@@ -64,5 +64,42 @@ ONCHIP_DEVICE void load_fragments(u32 (&a)[steps][4], u32 matrix, int thread) {
 ONCHIP_DEVICE void store_fragment(u32 matrix, int thread, int step, const u32 (&d)[4]) {
   stmatrix_x4(fragment_address(matrix, thread, step), d[0], d[1], d[2], d[3]);
 }
+// An accumulator, its two rows times their factors. A row that is not live becomes zeros, whatever
+// it holds: a select, not a product, since 0 * NaN is NaN.
+template <bool bf16, int n>
+ONCHIP_DEVICE void store_accumulator(u32 matrix, int thread, const float (&d)[n],
+                                     const float (&factor)[2], const bool (&live)[2]) {
+#pragma unroll
+  for (int k = 0; k < n / 8; ++k) {
+    u32 packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = d[8 * k + 2 * i] * factor[i % 2], y = d[8 * k + 2 * i + 1] * factor[i % 2];
+      packed[i] = live[i % 2] ? pack<bf16>(x, y) : 0u;
+    }
+    store_fragment(matrix, thread, k, packed);
+  }
+}
+
+// Flips the signs of packed values where `sign` has their sign bits.
+template <int steps>
+ONCHIP_DEVICE void negate_fragments(u32 (&a)[steps][4], u32 sign) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[k][i] ^= sign;
+  }
+}
+// All of a 64-row matrix in shared memory, by the 128 threads that own its rows.
+template <int steps>
+ONCHIP_DEVICE void negate_matrix(u32 matrix, int thread, u32 sign) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    u32 a[1][4];
+    load_fragment(a[0], matrix, thread, k);
+    negate_fragments(a, sign);
+    store_fragment(matrix, thread, k, a[0]);
+  }
+}
 
 }  // namespace onchip::tile

@@ -22,6 +22,35 @@ ONCHIP_DEVICE int load_length(const void* array, bool int64, int i, int slot) {
   return array == nullptr ? slot : load_index(array, int64, i, slot);
 }
 
+// A batch that is not packed: every sequence has as many tiles.
+struct DenseBatch {
+  const void *seqlens_q, *seqlens_kv;  // used lengths, or null
+  bool q_int64, kv_int64;
+  int seqlen_q, seqlen_kv, heads;
+  int tiles_per_head, heads_per_section, num_tiles;
+};
+
+// Tile t: its sequence, head and number in it. Heads run in sections, the last tiles of all heads of
+// a section first. False: there is no tile t.
+ONCHIP_DEVICE bool find_dense(const DenseBatch& p, int t, Sequence& s, int& head, int& tile) {
+  if (t >= p.num_tiles) return false;
+  const int section_tiles = p.heads_per_section * p.tiles_per_head;
+  const int section = t / section_tiles;
+  const int rest = t - section * section_tiles;
+  const int first = section * p.heads_per_section;
+  const int section_heads = min(p.heads_per_section, p.num_tiles / p.tiles_per_head - first);
+  const int step = rest / section_heads;
+  const int batch_head = first + rest - step * section_heads;
+  s.batch = batch_head / p.heads;
+  s.q_begin = s.kv_begin = 0;
+  s.q_slot = p.seqlen_q;
+  s.q_length = load_length(p.seqlens_q, p.q_int64, s.batch, p.seqlen_q);
+  s.kv_length = load_length(p.seqlens_kv, p.kv_int64, s.batch, p.seqlen_kv);
+  head = batch_head - s.batch * p.heads;
+  tile = p.tiles_per_head - 1 - step;
+  return true;
+}
+
 struct PackedBatch {
   const void *cu_seqlens_q, *cu_seqlens_kv;  // num_seqs + 1 entries each
   bool q_int64, kv_int64;

@@ -1,6 +1,7 @@
 #include "gpu/kernels/sm90/attention_forward.hpp"
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -214,8 +215,11 @@ PlanResult plan_attention_forward_on(const gpu::DeviceFacts& device,
                   std::to_string(device.shared_bytes_per_block) +
                   " bytes of shared memory, wanted " + std::to_string(shared_bytes)};
   }
-  plan.words[kGridWord] =
-      static_cast<std::uint64_t>(attention_forward_grid(spec, shape, device.multiprocessors));
+  const int grid = attention_forward_grid(spec, shape, device.multiprocessors);
+  plan.words[kGridWord] = static_cast<std::uint64_t>(grid);
+  plan.workspace_bytes =
+      static_cast<std::size_t>(attention_forward_counter_bytes(spec, shape, grid));
+  if (plan.workspace_bytes != 0) plan.workspace_alignment = 16;
   for (const TensorView* tensor : lengths(problem)) {
     if (on_host(*tensor)) {
       plan.workspace_bytes += sizeof(std::int32_t) * static_cast<std::size_t>(tensor->shape[0]);
@@ -268,7 +272,7 @@ struct DeviceLengths {
 // int32 (the plan has refused larger tensors), in one copy.
 std::array<DeviceLengths, 4> place_lengths(const gpu::Driver& driver,
                                            const AttentionForwardProblem& problem,
-                                           const RunContext& context) {
+                                           std::byte* workspace, gpu::CuStream stream) {
   std::array<DeviceLengths, 4> placed;
   std::vector<std::int32_t> staged;
   const auto tensors = lengths(problem);
@@ -279,13 +283,12 @@ std::array<DeviceLengths, 4> place_lengths(const gpu::Driver& driver,
       placed[i] = {tensor.data, tensor.dtype == DType::i64};
       continue;
     }
-    placed[i].data = context.workspace + sizeof(std::int32_t) * staged.size();
+    placed[i].data = workspace + sizeof(std::int32_t) * staged.size();
     for (std::int64_t n = 0; n < tensor.shape[0]; ++n) {
       staged.push_back(static_cast<std::int32_t>(load_integer(tensor.at(n), tensor.dtype)));
     }
   }
   if (staged.empty()) return placed;
-  const auto stream = static_cast<gpu::CuStream>(context.stream);
   if (gpu::is_capturing(driver, stream)) {
     // A captured copy would read host memory again at each replay, long after it was freed.
     throw Error(ONCHIP_UNSUPPORTED,
@@ -298,10 +301,22 @@ std::array<DeviceLengths, 4> place_lengths(const gpu::Driver& driver,
   gpu::check_driver(
       driver,
       driver.cuMemcpyHtoDAsync(
-          static_cast<gpu::CuDevicePointer>(reinterpret_cast<std::uintptr_t>(context.workspace)),
+          static_cast<gpu::CuDevicePointer>(reinterpret_cast<std::uintptr_t>(workspace)),
           staged.data(), sizeof(std::int32_t) * staged.size(), stream),
       "cuMemcpyHtoDAsync(lengths)");
   return placed;
+}
+
+// The number under which a launch opens its counter: even, and not in the workspace already, where
+// anything may lie, but for a chance of 2^-63. The time, through the finaliser of splitmix64 (Steele
+// et al., "Fast splittable pseudorandom number generators", 2014). A launch that is captured keeps
+// its number: every replay leaves the counter closed.
+unsigned long long launch_number() {
+  auto x = static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return (x ^ x >> 31) & ~std::uint64_t{1};
 }
 
 }  // namespace
@@ -326,7 +341,13 @@ void launch_attention_forward(const gpu::Driver& driver, const gpu::DeviceFacts&
     params.lse_batch_stride = problem.lse.batch_stride / kSize;
     params.lse_head_stride = problem.lse.head_stride / kSize;
   }
-  const std::array<DeviceLengths, 4> placed = place_lengths(driver, problem, context);
+  const int counter_bytes = attention_forward_counter_bytes(spec, shape, static_cast<int>(grid));
+  if (counter_bytes != 0) {
+    params.counter = context.workspace;
+    params.launch = launch_number();
+  }
+  const std::array<DeviceLengths, 4> placed =
+      place_lengths(driver, problem, context.workspace + counter_bytes, stream);
   params.cu_seqlens_q = placed[0].data;
   params.cu_seqlens_kv = placed[1].data;
   params.seqlens_q = placed[2].data;

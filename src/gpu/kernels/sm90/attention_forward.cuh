@@ -9,18 +9,20 @@
 // is left. Block: warpgroup 0 = load warp, schedule warp, two idle warps; warpgroups 1.. multiply.
 #include "gpu/kernels/sm90/attention_forward_plan.hpp"
 #include "gpu/tile/fragment.cuh"
-#include "gpu/tile/mbarrier.cuh"
 #include "gpu/tile/named_barrier.cuh"
 #include "gpu/tile/online_softmax.cuh"
+#include "gpu/tile/pipeline.cuh"
 #include "gpu/tile/sequences.cuh"
 #include "gpu/tile/tma.cuh"
 #include "gpu/tile/wgmma.cuh"
+#include "gpu/tile/work_counter.cuh"
 
 namespace onchip::sm90 {
 
 using namespace tile;
 using Barrier = AttentionForwardBarrier;
 using Tile = AttentionForwardTile;
+static_assert(sizeof(WorkCounter) == kAttentionForwardCounterBytes);
 
 enum class Role : int { load, schedule, mma };
 
@@ -28,48 +30,22 @@ enum class Role : int { load, schedule, mma };
 inline constexpr int kWarpgroup = 1;  // + warpgroup; its 128 threads wrote to shared memory
 inline constexpr int kTurn = 5;       // + warpgroup; it may issue its products
 
-// About four seconds: far above any wait of a kernel that makes progress.
-inline constexpr i64 kDebugWaitCycles = 1ll << 33;
+// Key blocks of a tile still to be loaded when the next tile is asked for: finding it takes a round
+// trip to the L2, two with lengths.
+inline constexpr int kTileLead = 1;
 
 struct Maps {
   const TensorMap *q, *k, *v, *o;
 };
 
-// What every role needs: where shared memory is, and how to wait.
+// What every role needs.
 template <AttentionForwardSpec spec>
-struct Block {
+struct Block : Pipeline<Barrier, AttentionForwardWaitFailure, spec.debug_waits> {
   static constexpr AttentionForwardSmem kSmem = attention_forward_smem(spec);
 
   const AttentionForwardParams& params;
   u32 smem;
   Tile* tiles;
-  int role;
-
-  ONCHIP_MEMBER u32 barrier(Barrier kind, int i) const {
-    return smem + kSmem.barriers + 16 * static_cast<int>(kind) + 8 * i;
-  }
-  ONCHIP_MEMBER void arrive(Barrier kind, int i) const { mbarrier_arrive(barrier(kind, i)); }
-  ONCHIP_MEMBER void wait(Barrier kind, int i, int parity) const {
-    if constexpr (spec.debug_waits) {
-      if (!mbarrier_wait_bounded(barrier(kind, i), parity, kDebugWaitCycles)) {
-        fail({1, static_cast<int>(blockIdx.x), static_cast<int>(threadIdx.x), role,
-              static_cast<int>(kind), i, parity});
-      }
-    } else {
-      mbarrier_wait(barrier(kind, i), parity);
-    }
-  }
-  ONCHIP_MEMBER void fail(const AttentionForwardWaitFailure& failure) const {
-    if (params.wait_failure != nullptr && atomicCAS(&params.wait_failure->seen, 0, -1) == 0) {
-      *params.wait_failure = failure;
-      __threadfence_system();
-    }
-    trap();
-  }
-  // The pipeline's n-th use of a two-deep ring: slot n % 2, in whose barriers the full phase has
-  // parity n / 2 % 2; a producer waits for the empty phase before it.
-  ONCHIP_MEMBER void wait_full(Barrier kind, int n) const { wait(kind, n & 1, n >> 1 & 1); }
-  ONCHIP_MEMBER void wait_empty(Barrier kind, int n) const { wait(kind, n & 1, (n >> 1 & 1) ^ 1); }
 
   ONCHIP_MEMBER Tile& tile(int n) const { return tiles[n & 1]; }
 };
@@ -81,27 +57,6 @@ struct Work {
   Sequence sequence;
   int m, head;  // tile of the sequence, query head
 };
-
-// Tile t of a batch that is not packed. Longest first inside a section of heads.
-ONCHIP_DEVICE bool find_dense(const AttentionForwardParams& p, int t, Work& work) {
-  if (t >= p.num_tiles) return false;
-  const int section_tiles = p.heads_per_section * p.tiles_per_head;
-  const int section = t / section_tiles;
-  const int rest = t - section * section_tiles;
-  const int first = section * p.heads_per_section;
-  const int heads = min(p.heads_per_section, p.num_tiles / p.tiles_per_head - first);
-  const int step = rest / heads;
-  const int batch_head = first + rest - step * heads;
-  Sequence& s = work.sequence;
-  s.batch = batch_head / p.num_heads_q;
-  s.q_begin = s.kv_begin = 0;
-  s.q_slot = p.seqlen_q;
-  s.q_length = load_length(p.seqlens_q, p.seqlens_q_int64, s.batch, p.seqlen_q);
-  s.kv_length = load_length(p.seqlens_kv, p.seqlens_kv_int64, s.batch, p.seqlen_kv);
-  work.m = p.tiles_per_head - 1 - step;
-  work.head = batch_head - s.batch * p.num_heads_q;
-  return true;
-}
 
 // Tile t of a packed batch, sequence by sequence, head by head, longest first.
 template <AttentionForwardSpec spec>
@@ -174,20 +129,23 @@ template <AttentionForwardSpec spec>
 ONCHIP_DEVICE void schedule(const Block<spec>& block, const Maps& maps) {
   const AttentionForwardParams& p = block.params;
   const int lane = threadIdx.x % 32;
-  const int blocks = gridDim.x;
+  const bool counted = p.counter != nullptr;
+  WorkTaker counter{static_cast<WorkCounter*>(p.counter), p.launch};
+  const bool packed = spec.varlen && p.packed;
+  const DenseBatch dense = {
+      p.seqlens_q, p.seqlens_kv,  p.seqlens_q_int64, p.seqlens_kv_int64,  p.seqlen_q,
+      p.seqlen_kv, p.num_heads_q, p.tiles_per_head,  p.heads_per_section, p.num_tiles};
   SlotScan<spec.tile_m()> scan;
-  if constexpr (spec.varlen) {
-    if (p.packed) {
-      scan.start({p.cu_seqlens_q, p.cu_seqlens_kv, p.cu_seqlens_q_int64, p.cu_seqlens_kv_int64,
-                  p.num_seqs, p.seqlen_q, p.seqlen_kv, p.num_heads_q});
-    }
+  if (packed) {
+    scan.start({p.cu_seqlens_q, p.cu_seqlens_kv, p.cu_seqlens_q_int64, p.cu_seqlens_kv_int64,
+                p.num_seqs, p.seqlen_q, p.seqlen_kv, p.num_heads_q});
   }
-  int dealt = 0;  // tiles this block has had
+  bool more = true;
   int t = blockIdx.x;
   for (int n = 0;;) {
     Work work;
-    const bool more =
-        spec.varlen && p.packed ? find_packed<spec>(p, scan, t, work) : find_dense(p, t, work);
+    more = more && (packed ? find_packed<spec>(p, scan, t, work)
+                           : find_dense(dense, t, work.sequence, work.head, work.m));
     Tile tile{};
     if (more) tile = make_tile<spec>(p, work);
     if (more && tile.blocks == 0) {
@@ -196,28 +154,17 @@ ONCHIP_DEVICE void schedule(const Block<spec>& block, const Maps& maps) {
       block.wait_empty(Barrier::tile_empty, n);
       if (lane == 0) {
         block.tile(n) = tile;
-        block.arrive(Barrier::tile_full, n & 1);
+        block.arrive(Barrier::tile_full, n);
       }
       __syncwarp();
       if (!more) break;
-      ++n;
+      // What a block has taken no idle block can: it takes a tile only just in time.
+      block.wait_full(Barrier::tile_wanted, n++);
     }
-    ++dealt;
-    if (p.tile_counter != nullptr) {
-      int taken = 0;
-      if (lane == 0) taken = atomicAdd(p.tile_counter, 1);
-      t = blocks + __shfl_sync(kWarpMask, taken, 0);
-    } else {
-      // Back and forth, so that no block always gets the longer tile of a round.
-      const int b = blockIdx.x;
-      t = dealt * blocks + (dealt % 2 == 0 ? b : blocks - 1 - b);
-    }
+    more = counted;  // else the grid has a block for every tile
+    if (more) t = gridDim.x + uniform(lane == 0 ? counter.take() : 0);
   }
-  // The last block to find nothing leaves the counters as they were.
-  if (p.tile_counter != nullptr && lane == 0 && atomicAdd(p.tile_counter + 1, 1) == blocks - 1) {
-    p.tile_counter[0] = 0;
-    p.tile_counter[1] = 0;
-  }
+  if (counted && lane == 0) counter.leave(gridDim.x);
   tma_store_wait();
 }
 
@@ -239,7 +186,7 @@ ONCHIP_DEVICE void load(const Block<spec>& block, const Maps& maps) {
     const int q_end = block.tile(n).q_end;
     const int kv_row = block.tile(n).kv_row;
     const int kv_end = block.tile(n).kv_end;
-    block.arrive(Barrier::tile_empty, n & 1);
+    block.arrive(Barrier::tile_empty, n);
 
     block.wait_empty(Barrier::q_empty, n);
     const u32 q_full = block.barrier(Barrier::q_full, n & 1);
@@ -271,28 +218,19 @@ ONCHIP_DEVICE void load(const Block<spec>& block, const Maps& maps) {
       load_block(maps.v, Barrier::v_full, Barrier::v_empty, block.smem + kSmem.v,
                  kSmem.v_stage_bytes, at, use);
     };
+    const int wanted = min(kTileLead, j);
     // V is needed one step after its K.
     load_k(j, it);
 #pragma unroll 1
-    for (; j > 0; --j, ++it) {
-      load_k(j - 1, it + 1);
+    for (; j >= 0; --j, ++it) {
+      if (j == wanted) block.arrive(Barrier::tile_wanted, n);
+      if (j > 0) load_k(j - 1, it + 1);
       load_v(j, it);
     }
-    load_v(0, it++);
   }
 }
 
 // ---- mma role: one warpgroup
-
-// Flips the signs of packed values where `sign` has their sign bits.
-template <int steps>
-ONCHIP_DEVICE void negate_fragments(u32 (&a)[steps][4], u32 sign) {
-#pragma unroll
-  for (int k = 0; k < steps; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[k][i] ^= sign;
-  }
-}
 
 // S = Q K^T
 template <AttentionForwardSpec spec, int steps>
@@ -351,7 +289,7 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
   int it = 0;  // running block number: its ring slot and parity
 
   const auto release = [&](Barrier kind, int n) {
-    if (lane == 0) block.arrive(kind, n & 1);
+    if (lane == 0) block.arrive(kind, n);
   };
   const auto turn_begin = [&] {
     if constexpr (spec.turn_taking) named_barrier_sync(kTurn + w, 256);
@@ -403,10 +341,19 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     pack_accumulator<spec.bf16>(probabilities, s);
     ++it;
   };
-  // Blocks of the tile; those below `full` need no mask. 0: no more tiles.
+  const auto pass_block = [&] {
+    block.wait_full(Barrier::k_full, it);
+    release(Barrier::k_empty, it);
+    block.wait_full(Barrier::v_full, it);
+    release(Barrier::v_empty, it);
+    ++it;
+  };
+  // Blocks of the tile for this warpgroup; those below `full` need no mask. 0: no more tiles, or none
+  // of its rows is in the slot.
   const auto take_tile = [&](int n, int& full) {
     block.wait_full(Barrier::tile_full, n);
     int blocks = uniform(block.tile(n).blocks);
+    if (uniform(block.tile(n).slot_rows) <= 64 * w) blocks = 0;
     full = blocks;
     if constexpr (spec.causal) {
       if (blocks == 0) return 0;
@@ -415,17 +362,27 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
       full = max(min(limit, seen), 0) / kN;
       // The tile's first block may lie beyond this warpgroup's last row.
       if (blocks > 1 && min(limit, seen + 63) <= (blocks - 1) * kN) {
-        block.wait_full(Barrier::k_full, it);
-        release(Barrier::k_empty, it);
-        block.wait_full(Barrier::v_full, it);
-        release(Barrier::v_empty, it);
+        pass_block();
         turn_begin();
         turn_end();
-        ++it;
         --blocks;
       }
     }
     return blocks;
+  };
+  // A tile of which this warpgroup has no row: its blocks are passed over, one a turn.
+  const auto pass_tile = [&](int n) {
+    block.wait_full(Barrier::q_full, n);
+#pragma unroll 1
+    for (int j = uniform(block.tile(n).blocks); j > 0; --j) {
+      pass_block();
+      if (j == 1) break;
+      turn_begin();
+      turn_end();
+    }
+    release(Barrier::tile_empty, n);
+    if (thread == 0) block.arrive(Barrier::q_empty, n);
+    __syncwarp();
   };
   const auto take_q = [&](int n) {
     block.wait_full(Barrier::q_full, n);
@@ -435,12 +392,7 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
       negate_fragments(q, p.q_sign);
       pin(q);
     } else if (p.q_sign != 0) {
-#pragma unroll
-      for (int k = 0; k < spec.head_dim_qk / 16; ++k) {
-        load_fragment(q[0], slab, thread, k);
-        negate_fragments(q, p.q_sign);
-        store_fragment(slab, thread, k, q[0]);
-      }
+      negate_matrix<spec.head_dim_qk / 16>(slab, thread, p.q_sign);
       fence_proxy_async_shared();
       named_barrier_sync(kWarpgroup + w, 128);
     }
@@ -474,18 +426,7 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
       }
     }
     const u32 slab = q_slab + (n & 1) * kSmem.q_slot_bytes;
-#pragma unroll
-    for (int k = 0; k < spec.head_dim_v / 16; ++k) {
-      u32 packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // A select: a row without keys may hold 0 * NaN.
-        const float x = o[8 * k + 2 * i] * inverse[i % 2],
-                    y = o[8 * k + 2 * i + 1] * inverse[i % 2];
-        packed[i] = live[i % 2] ? pack<spec.bf16>(x, y) : 0u;
-      }
-      store_fragment(slab, thread, k, packed);
-    }
+    store_accumulator<spec.bf16>(slab, thread, o, inverse, live);
     fence_proxy_async_shared();
     named_barrier_sync(kWarpgroup + w, 128);
     if (thread == 0) {
@@ -500,63 +441,77 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     release(Barrier::tile_empty, n);
   };
 
-  int full = 0;
-  int j = take_tile(0, full) - 1;
-  if (j < 0) return;
-  take_q(0);
-  pin(s);
-  wgmma_fence();
-  issue_qk<spec>(s, q, q_descriptor, k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
-  first_softmax(0, j);
-  for (int n = 0;; ++n) {
-#pragma unroll
-    for (int i = 0; i < spec.head_dim_v / 2; ++i) o[i] = 0.0f;
-    if constexpr (spec.causal) {
-#pragma unroll 1
-      for (; j > full && j > 0; --j) step(Constant<true>{}, n, j - 1);
-    }
-#pragma unroll 1
-    for (; j > 0; --j) step(Constant<false>{}, n, j - 1);
-
-    // The tile's last O += P V and the next tile's first S.
-    // NOTE(codegen): everything is decided before the two products are issued, and the last tile
-    // has its own path: ptxas serialises products with a branch between them (C7514; nvcc 13.0).
-    rescale(o, state);
-    const int last = it++;
-    j = take_tile(n + 1, full) - 1;
-    if (j < 0) {
-      block.wait_full(Barrier::v_full, last);
-      pin(o);
-      pin(probabilities);
-      wgmma_fence();
-      issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
-      wgmma_wait_group<0>();
-      pin(o);
-      finish_tile(n);
-      break;
-    }
-    take_q(n + 1);
-    block.wait_full(Barrier::v_full, last);
-    pin(o);
-    pin(probabilities);
-    pin(s);
-    wgmma_fence();
-    issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
-    issue_qk<spec>(s, q, q_descriptor + ((n + 1) & 1) * (kSmem.q_slot_bytes >> 4),
-                   k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
-    wgmma_wait_group<1>();
-    pin(o);
-    pin(probabilities);
-    release(Barrier::v_empty, last);
-    finish_tile(n);
-    first_softmax(n + 1, j);
-    if (thread == 0) {  // O has left the slot
+  const auto free_q = [&](int n) {  // O has left the slot
+    if (thread == 0) {
       tma_store_wait_read();
-      block.arrive(Barrier::q_empty, n & 1);
+      block.arrive(Barrier::q_empty, n);
     }
     // NOTE(codegen): without it ptxas takes the loop for divergent and moves descriptors to
     // uniform registers before every product; nvcc 13.0, noticed by R2UR in tests/resources.
     __syncwarp();
+  };
+
+  int full = 0;
+  for (int n = 0;; ++n) {
+    int j = take_tile(n, full) - 1;
+    if (j < 0) {
+      if (uniform(block.tile(n).blocks) == 0) break;
+      pass_tile(n);
+      continue;
+    }
+    take_q(n);
+    pin(s);
+    wgmma_fence();
+    issue_qk<spec>(s, q, q_descriptor + (n & 1) * (kSmem.q_slot_bytes >> 4),
+                   k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
+    first_softmax(n, j);
+    for (;; ++n) {
+#pragma unroll
+      for (int i = 0; i < spec.head_dim_v / 2; ++i) o[i] = 0.0f;
+      if constexpr (spec.causal) {
+#pragma unroll 1
+        for (; j > full && j > 0; --j) step(Constant<true>{}, n, j - 1);
+      }
+#pragma unroll 1
+      for (; j > 0; --j) step(Constant<false>{}, n, j - 1);
+
+      // The tile's last O += P V and the next tile's first S.
+      // NOTE(codegen): everything is decided before the two products are issued, and a tile without
+      // a next has its own path: ptxas serialises products with a branch between them (C7514; nvcc
+      // 13.0).
+      rescale(o, state);
+      const int last = it++;
+      j = take_tile(n + 1, full) - 1;
+      if (j < 0) {
+        block.wait_full(Barrier::v_full, last);
+        pin(o);
+        pin(probabilities);
+        wgmma_fence();
+        issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
+        wgmma_wait_group<0>();
+        pin(o);
+        release(Barrier::v_empty, last);
+        finish_tile(n);
+        free_q(n);
+        break;
+      }
+      take_q(n + 1);
+      block.wait_full(Barrier::v_full, last);
+      pin(o);
+      pin(probabilities);
+      pin(s);
+      wgmma_fence();
+      issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
+      issue_qk<spec>(s, q, q_descriptor + ((n + 1) & 1) * (kSmem.q_slot_bytes >> 4),
+                     k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
+      wgmma_wait_group<1>();
+      pin(o);
+      pin(probabilities);
+      release(Barrier::v_empty, last);
+      finish_tile(n);
+      first_softmax(n + 1, j);
+      free_q(n);
+    }
   }
   if (thread == 0) tma_store_wait();
 }
@@ -569,8 +524,12 @@ ONCHIP_DEVICE void attention_forward(const Maps& maps, const AttentionForwardPar
   const i64 begin = clock64();
   const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
   const u32 smem = shared_address(memory);
-  Block<spec> block{params, smem, reinterpret_cast<Tile*>(memory + Block<spec>::kSmem.tiles),
-                    static_cast<int>(Role::mma) + warpgroup - 1};
+  constexpr AttentionForwardSmem kSmem = Block<spec>::kSmem;
+  Block<spec> block{
+      {smem + kSmem.barriers, params.wait_failure, static_cast<int>(Role::mma) + warpgroup - 1},
+      params,
+      smem,
+      reinterpret_cast<Tile*>(memory + kSmem.tiles)};
   if (smem % 1024 != 0) trap();  // the swizzle counts rows from there
   if (threadIdx.x == 0) {
     prefetch_tensormap(maps.q);
@@ -578,14 +537,14 @@ ONCHIP_DEVICE void attention_forward(const Maps& maps, const AttentionForwardPar
     prefetch_tensormap(maps.v);
     prefetch_tensormap(maps.o);
     constexpr int kWarps = 4 * spec.warpgroups;
-    constexpr int kArrivals[] = {1, spec.warpgroups, 1, kWarps, 1, kWarps, 1, kWarps + 1};
+    constexpr int kArrivals[] = {1, spec.warpgroups, 1, kWarps, 1, kWarps, 1, kWarps + 1, 1};
     for (int i = 0; i < 2 * static_cast<int>(Barrier::count); ++i) {
       mbarrier_init(block.barrier(Barrier{}, i), kArrivals[i / 2]);
     }
     fence_mbarrier_init();
   }
   for (int i = threadIdx.x; i < 64 * kChunkRowBytes / 16; i += blockDim.x) {
-    st_shared(smem + block.kSmem.zeros + 16 * i, 0, 0, 0, 0);
+    st_shared(smem + kSmem.zeros + 16 * i, 0, 0, 0, 0);
   }
   fence_proxy_async_shared();
   __syncthreads();

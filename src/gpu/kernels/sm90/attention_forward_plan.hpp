@@ -5,8 +5,9 @@
 // attention_forward_params (then set its pointers) -> four tensor maps by attention_forward_map ->
 // launch kAttentionForwardEntry with grid attention_forward_grid, block
 // attention_forward_threads, dynamic shared memory attention_forward_smem().total and the arguments
-// (q map, k map, v map, o map, params), each map by value, 64-byte aligned. No workspace, no other
-// launch before or after. Where there is no element of o, nothing is launched.
+// (q map, k map, v map, o map, params), each map by value, 64-byte aligned. Workspace:
+// attention_forward_counter_bytes, whatever they hold. No other launch before or after. Where there
+// is no element of o, nothing is launched.
 #pragma once
 
 namespace onchip::sm90 {
@@ -101,8 +102,9 @@ enum class AttentionForwardBarrier : int {  // true after the wait:
   k_empty,
   v_full,
   v_empty,
-  tile_full,   // the slot describes the next tile
-  tile_empty,  // nobody reads the slot any more
+  tile_full,    // the slot describes the next tile
+  tile_empty,   // nobody reads the slot any more
+  tile_wanted,  // the load role will soon need the tile after the slot's
   count,
 };
 
@@ -166,11 +168,12 @@ struct AttentionForwardParams {
   const void* cu_seqlens_kv;
   const void* seqlens_q;  // varlen: batch entries; null: the whole slot
   const void* seqlens_kv;
-  int* tile_counter;                  // two zeros, left zero; null: tiles are dealt out in advance
+  void* counter;  // kAttentionForwardCounterBytes of anything; null where the plan says 0 bytes
   unsigned long long* longest_block;  // maximum over blocks of their cycles is put here
   AttentionForwardWaitFailure* wait_failure;
   // Widths of the four arrays above, in their order.
   bool cu_seqlens_q_int64, cu_seqlens_kv_int64, seqlens_q_int64, seqlens_kv_int64;
+  unsigned long long launch;  // with a counter: a number made up for this launch, even
   // Set by attention_forward_params.
   bool top_left;
   bool packed;
@@ -227,6 +230,14 @@ constexpr long long attention_forward_tiles_bound(const AttentionForwardSpec& sp
                                                   const AttentionForwardShape& shape) {
   const long long tiles = attention_forward_ceil_div(shape.seqlen_q, spec.tile_m());
   return (shape.packed ? tiles + shape.batch + 2 : tiles * shape.batch) * shape.num_heads_q;
+}
+
+// Of workspace, 16-byte aligned, with which the blocks share out tiles: none where the grid has a
+// block for every tile.
+inline constexpr int kAttentionForwardCounterBytes = 16;
+constexpr int attention_forward_counter_bytes(const AttentionForwardSpec& spec,
+                                              const AttentionForwardShape& shape, int grid) {
+  return attention_forward_tiles_bound(spec, shape) > grid ? kAttentionForwardCounterBytes : 0;
 }
 
 constexpr int attention_forward_grid(const AttentionForwardSpec& spec,
@@ -327,6 +338,9 @@ constexpr const char* attention_forward_reject(const AttentionForwardSpec& spec,
                                                const AttentionForwardShape& shape) {
   if (shape.head_dim_qk < 1 || shape.head_dim_v < 1) return "head_dim must be at least 1";
   if (shape.head_dim_qk > 128 || shape.head_dim_v > 128) return "head_dim must be at most 128";
+  if (shape.head_dim_v % 8 != 0) {
+    return "head_dim_v must be a multiple of 8: TMA stores units of 16 bytes, past a row's end";
+  }
   if (shape.seqlen_q > kAttentionForwardMaxRows || shape.seqlen_kv > kAttentionForwardMaxRows) {
     return "more than 2^30 - 1024 rows in a tensor";
   }
