@@ -2,6 +2,7 @@
 #include <array>
 
 #include "cpu/attention.hpp"
+#include "gpu/kernels/sm90/attention_forward.hpp"
 #include "ops/operators.hpp"
 #include "reference/attention.hpp"
 
@@ -9,7 +10,8 @@ namespace onchip::ops {
 
 namespace {
 
-constexpr std::array<Backend<AttentionForwardProblem>, 2> kBackends = {{
+constexpr std::array<Backend<AttentionForwardProblem>, 3> kBackends = {{
+    {"cuda.sm90", sm90::plan_attention_forward, sm90::run_attention_forward},
     {"cpu", cpu::plan_attention_forward, cpu::run_attention_forward},
     {"reference", reference::plan_attention_forward, reference::run_attention_forward},
 }};
