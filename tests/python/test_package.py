@@ -255,9 +255,7 @@ def test_threads():
         onchip.set_num_threads(0)
         assert onchip.get_num_threads() == start
         for bad in (-1, 1025, 2**40, 2**80, 1.5, "2", None):
-            with pytest.raises(
-                onchip.InvalidArgument, match=r"^set_num_threads: num_threads: got "
-            ):
+            with pytest.raises(onchip.InvalidArgument, match=r"^set_num_threads: num_threads"):
                 onchip.set_num_threads(bad)
         assert onchip.get_num_threads() == start
     finally:

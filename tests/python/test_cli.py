@@ -1,0 +1,239 @@
+"""The command line, as argparse and as typer read it."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import onchip
+from onchip import ArraySpec, _native
+from onchip.cli import commands, main
+from onchip.cli.signature import parameters
+
+
+@pytest.fixture(params=["plain", "coloured"])
+def parser(request, monkeypatch):
+    """plain: as without the extra `cli`."""
+    if request.param == "plain":
+        monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    return request.param
+
+
+@pytest.fixture
+def run(parser, capsys):
+    def run(*words):
+        status = main(words)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_doctor(run):
+    status, out, err = run("doctor")
+    assert status == 0 and err == ""
+    described = onchip.describe()
+    lines = [line.strip() for line in out.splitlines()]
+    for part in ("onchip", "backends", "GPU", "settings", "array libraries and extras"):
+        assert part in lines
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in lines if "  " in line)
+    assert rows["version"] == onchip.__version__
+    assert rows["library"] == _native.__file__
+    assert rows["threads"] == f"{onchip.get_num_threads()} of {os.cpu_count()} available CPUs" or (
+        described["threads"]["available_cpus"] != os.cpu_count()
+    )
+    for backend in described["backends"]:
+        assert backend["detail"] in rows[backend["name"]]
+        assert rows[backend["name"]].startswith("not available: ") != backend["available"]
+    for setting in described["settings"]:
+        assert rows[setting["name"]] == f"{setting['value']} ({setting['origin']})"
+    assert rows["numpy"] == sys.modules["numpy"].__version__
+    for name, part in (("driver", "driver"), ("NVRTC", "nvrtc")):
+        found = described["gpu"][part]
+        assert (found["problem"] or found["version"]) in rows[name]
+
+
+def test_doctor_shows_settings_and_their_problems():
+    done = subprocess.run(
+        [sys.executable, "-m", "onchip", "doctor"],
+        env=os.environ | {"ONCHIP_NUM_THREADS": "many", "ONCHIP_CPU_ISA": "portable"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.search(r"^  problem: .*ONCHIP_NUM_THREADS.*many", done.stdout, re.MULTILINE)
+    assert re.search(r"^  ONCHIP_CPU_ISA +portable \(environment\)$", done.stdout, re.MULTILINE)
+
+
+SHAPE = (2, 1024, 16, 128)
+GROUPED = (2, 1024, 4, 128)
+BF16 = ArraySpec(SHAPE, "bfloat16")
+BF16_KV = ArraySpec(GROUPED, "bfloat16")
+LSE = ArraySpec((2, 16, 1024), "float32")
+PACKED = ArraySpec((300, 4, 64), "float32")
+
+
+EXPLAINED = [
+    (
+        "attention_forward --dtype bf16 --q 2,1024,16,128 --k 2,1024,4,128 --causal",
+        lambda: onchip.explain("attention_forward", BF16, BF16_KV, BF16_KV, causal=True),
+    ),
+    (
+        "attention_forward --q 300,4,64 --cu-seqlens-q 0,100,300 --window-left 64 --softcap 30.5 "
+        "--alignment top_left",
+        lambda: onchip.explain(
+            "attention_forward",
+            *[PACKED] * 3,
+            cu_seqlens_q=[0, 100, 300],
+            window=(64, -1),
+            softcap=30.5,
+            alignment="top_left",
+        ),
+    ),
+    (
+        "attention_backward --dtype bfloat16 --q 2,1024,16,128 --sink --bias 1,16,1,1024 "
+        "--segment-ids --dropout-p 0.1 --deterministic",
+        lambda: onchip.explain(
+            "attention_backward",
+            *[BF16] * 5,
+            LSE,
+            sink=ArraySpec((16,), "float32"),
+            bias=ArraySpec((1, 16, 1, 1024), "bfloat16"),
+            q_segment_ids=ArraySpec((2, 1024), "int32"),
+            kv_segment_ids=ArraySpec((2, 1024), "int32"),
+            dropout_p=0.1,
+            dropout_rng=(0, 0),
+            deterministic=True,
+        ),
+    ),
+    (
+        "attention_forward --q 2,1024,16,128 --dtype fp16 --device cuda:1 --mask 1,1,1024,1024 "
+        "--alibi-slopes 16 --seqlens-q 5,1024 --scale 0.5 --batch-invariant --backend reference",
+        lambda: onchip.explain(
+            "attention_forward",
+            *[ArraySpec(SHAPE, "float16", "cuda:1")] * 3,
+            mask=ArraySpec((1, 1, 1024, 1024), "bool", "cuda:1"),
+            alibi_slopes=ArraySpec((16,), "float32", "cuda:1"),
+            seqlens_q=[5, 1024],
+            scale=0.5,
+            batch_invariant=True,
+            backend="reference",
+        ),
+    ),
+    (
+        "merge --o1 2,1024,16,128 --dtype bf16",
+        lambda: onchip.explain("merge", BF16, LSE, BF16, LSE),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"), EXPLAINED, ids=["grouped", "packed", "backward", "masked", "merge"]
+)
+def test_explain(run, words, wanted):
+    status, out, err = run("explain", *words.split())
+    assert (status, err) == (0, "")
+    assert out == wanted()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain", "attention_forward"], "explain: q: got nothing, wanted its shape"),
+        (["explain", "attention_forward", "--q", "2,x"], "explain: q: got '2,x', wanted integers"),
+        (["explain", "attention_forward", "--q", "2,3"], "attention_forward: q: got "),
+        (["explain", "attention", "--q", "2,3,4,5"], "explain: op_name: got 'attention', wanted"),
+        (["explain", "merge"], "explain: o1: got nothing, wanted"),
+        (["kernels", "clean"], "kernels: action: got 'clean', wanted list, warm,"),
+        (["kernels", "build"], "kernels: path: got nothing, wanted a file"),
+    ],
+)
+def test_failures(run, words, message):
+    status, out, err = run(*words)
+    assert status == 1 and out == ""
+    assert err.startswith(f"onchip: {message}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["cure"],
+        ["doctor", "--fast"],
+        ["explain"],
+        ["explain", "merge", "--no-such"],
+        ["explain", "merge", "--scale", "x"],
+    ],
+)
+def test_wrong_calls(run, words):
+    status, _, err = run(*words)
+    assert status == 2
+    assert "sage: onchip" in err or words == []
+
+
+def test_help(run):
+    status, out, err = run("--help")
+    assert status == 0 and err == ""
+    for command in commands.COMMANDS:
+        assert command.__name__ in out
+        status, text, err = run(command.__name__, "--help")
+        assert status == 0 and err == ""
+        for parameter in parameters(command):
+            assert parameter.name in text if parameter.positional else parameter.flag in text
+
+
+def test_explain_reaches_every_option():
+    options = set(inspect.signature(onchip.ops.attention_forward).parameters)
+    spelled = {parameter.name for parameter in parameters(commands.explain)}
+    otherwise = {
+        "window": "window_left",
+        "q_segment_ids": "segment_ids",
+        "kv_segment_ids": "segment_ids",
+        "dropout_rng": "dropout_p",
+    }
+    assert {otherwise.get(name, name) for name in options} <= spelled
+
+
+def kernel_names():
+    return [row["name"] for row in json.loads(_native.kernels_list(""))["kernels"]]
+
+
+def test_kernels(run):
+    status, out, err = run("kernels", "list")
+    assert (status, err) == (0, "")
+    listed = out.splitlines()
+    assert listed == ["name", *kernel_names()]
+    status, out, err = run("kernels", "list", "--filter", "no such kernel")
+    assert (status, out) == (1, "") and "no such kernel" in err
+
+
+def test_kernels_ahead_of_their_call(tmp_path):
+    """Compiles one kernel where there is NVRTC; else says that there is none."""
+    names = kernel_names()
+    if not names:
+        pytest.skip("this library has no GPU kernels")
+
+    def run(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "onchip", "kernels", *words, "--filter", names[0]],
+            env=os.environ | {"ONCHIP_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    archive = tmp_path / "kernels.bin"
+    done = [run("warm"), run("resources"), run("build", "--path", str(archive))]
+    problem = onchip.describe()["gpu"]["nvrtc"]["problem"]
+    if problem:
+        for one in done:
+            assert one.returncode == 1 and "NVRTC" in one.stderr
+        return
+    for one in done:
+        assert one.returncode == 0, one.stderr
+    assert names[0] in done[1].stdout and "disk" in done[1].stdout
+    assert archive.stat().st_size > 0
