@@ -1,4 +1,4 @@
-// onchip_kernels_* and what onchip_describe says of GPUs, each in a process with settings of its own.
+// onchip_kernels_* and what onchip_describe says of GPUs, each in a process with its own settings.
 #include <gtest/gtest.h>
 #include <onchip/onchip.h>
 

@@ -131,7 +131,7 @@ TEST(Nvrtc, OpensTheBuiltinsThatLieBesideIt) {
   }
 }
 
-// In a process of its own, as all that loads the library: it would be the loaded copy of later tests.
+// In a process of its own, as all that loads the library: later tests would find it loaded.
 std::string compiled_apart(const std::string& nvrtc, const CompileRequest& request) {
   return in_child([&] { return compiled(open_nvrtc(nvrtc), request); });
 }

@@ -28,8 +28,8 @@ std::vector<KernelVariant> kernel_variants(std::string_view filter);
 std::vector<std::shared_ptr<const CachedImage>> variant_images(
     KernelCache& cache, const std::vector<KernelVariant>& variants);
 
-// All that decides how GPU kernels are found and run in this process. Problems are "" where there is
-// none.
+// All that decides how GPU kernels are found and run in this process. Problems are ""
+// where there is none.
 struct GpuReport {
   std::int32_t driver_version = 0;  // 1000 major + 10 minor
   std::string driver_path;

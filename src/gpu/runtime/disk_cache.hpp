@@ -1,5 +1,5 @@
-// Compiled kernels in a directory of the user's own, one file each. Whatever is wrong with it costs a
-// compile, never a call.
+// Compiled kernels in a directory of the user's own, one file each. Whatever is wrong with it
+// costs a compile, never a call.
 #pragma once
 
 #include <mutex>
@@ -15,8 +15,8 @@ class DiskCache {
   // `directory` "" keeps nothing; `why_off` says why, where that is nobody's wish.
   explicit DiskCache(std::string directory, std::string why_off = {});
 
-  // False where there is no entry that may be used. One that is damaged, was made for something else
-  // or could be written by another user counts as none.
+  // False where there is no entry that may be used. One that is damaged, was made for something
+  // else or could be written by another user counts as none.
   bool find(const std::string& identity, const std::string& compiler, KernelImage& image);
 
   // Keeps the image for later processes, replacing what is there.

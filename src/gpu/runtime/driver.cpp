@@ -80,7 +80,8 @@ std::string load_driver(const char* library, Driver& driver, std::string* path) 
   }
   if (path != nullptr) {
     const link_map* map = nullptr;
-    if (dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr) *path = map->l_name;
+    if (dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0 && map != nullptr)
+      *path = map->l_name;
   }
   return bind_driver(dlsym, handle, driver);
 }

@@ -61,7 +61,7 @@ std::string replace_file(int directory, const std::string& name, std::string_vie
     unlinkat(directory, temporary.c_str(), 0);
     return problem;
   }
-  // The name is durable once the directory is; a loss costs one more compile, so failure is nothing.
+  // The name is durable once the directory is; a loss costs one more compile, no more.
   static_cast<void>(fsync(directory));
   return {};
 }

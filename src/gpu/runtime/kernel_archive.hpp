@@ -1,5 +1,5 @@
-// Compiled kernels in one file with an index, made at packaging time and shipped beside the library.
-// It needs no NVRTC to be used.
+// Compiled kernels in one file with an index, made at packaging time and shipped beside the
+// library. It needs no NVRTC to be used.
 #pragma once
 
 #include <cstddef>

@@ -64,8 +64,8 @@ void FunctionTable::insert(const KernelSpec& spec, std::uint64_t context, CuFunc
 // ---- images
 
 std::size_t KernelCache::SlotHash::operator()(const SlotKey& key) const {
-  const auto architecture =
-      static_cast<std::uint64_t>(2 * key.architecture.number + (key.architecture.specific ? 1 : 0));
+  const auto number = static_cast<std::uint64_t>(key.architecture.number);
+  const std::uint64_t architecture = 2 * number + (key.architecture.specific ? 1 : 0);
   return static_cast<std::size_t>(hash_spec(key.spec) ^ (architecture * 0x9e3779b97f4a7c15ull));
 }
 
@@ -98,7 +98,7 @@ KernelCache::Slot& KernelCache::slot(const KernelSpec& spec, Architecture archit
 }
 
 const KernelSource& KernelCache::source(Slot& slot, const KernelSpec& spec,
-                                        Architecture architecture) {
+                                        Architecture architecture) const {
   if (slot.source == nullptr) {
     slot.source = std::make_unique<KernelSource>(kernel_source(config_.text, spec, architecture));
   }

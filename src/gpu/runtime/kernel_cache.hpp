@@ -117,7 +117,7 @@ class KernelCache {
   };
 
   Slot& slot(const KernelSpec& spec, Architecture architecture);
-  const KernelSource& source(Slot& slot, const KernelSpec& spec, Architecture architecture);
+  const KernelSource& source(Slot& slot, const KernelSpec& spec, Architecture architecture) const;
   std::shared_ptr<const CachedImage> make_image(const KernelSource& source, const KernelSpec& spec,
                                                 Architecture architecture);
   CuFunction load(const Driver& driver, const KernelImage& image, const KernelSpec& spec);

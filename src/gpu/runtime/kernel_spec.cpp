@@ -93,12 +93,15 @@ std::vector<const EmbeddedFile*> source_closure(const KernelText& text, const st
     if (std::find(closure.begin(), closure.end(), file) == closure.end()) closure.push_back(file);
   };
   add(path, "a kernel");
-  for (std::size_t i = 0; i < closure.size(); ++i) {
-    std::string_view rest(closure[i]->text, closure[i]->size);
+  // The list grows while it is walked.
+  std::size_t next = 0;
+  while (next < closure.size()) {
+    const EmbeddedFile& file = *closure[next++];
+    std::string_view rest(file.text, file.size);
     while (!rest.empty()) {
       const std::size_t end = std::min(rest.find('\n'), rest.size());
       const std::string_view name = included_path(rest.substr(0, end));
-      if (!name.empty()) add(name, closure[i]->path);
+      if (!name.empty()) add(name, file.path);
       rest.remove_prefix(std::min(end + 1, rest.size()));
     }
   }
@@ -114,8 +117,9 @@ KernelSource kernel_source(const KernelText& text, const KernelSpec& spec,
   request.headers = source_closure(text, kernel.file);
   request.text = "#define " + std::string(kernel.macro) + " " + values_text(spec) +
                  "\n#include \"" + kernel.file + "\"\n";
-  // The plan headers' constexpr functions carry no CUDA words: by default a function is the device's.
-  // Without the source folder (the current one) on the include path, no file on disk can slip in.
+  // The plan headers' constexpr functions carry no CUDA words: by default a function is the
+  // device's. Without the source folder (the current one) on the include path, no file on disk can
+  // slip in.
   request.flags = {"--gpu-architecture=" + architecture_text(architecture), "--std=c++20",
                    "--device-as-default-execution-space", "--no-source-include",
                    "--ptxas-options=-v"};

@@ -1,5 +1,5 @@
-// What a GPU kernel is compiled for: its definition, the values of its fields, the architecture, and
-// the text that follows from them.
+// What a GPU kernel is compiled for: its definition, the values of its fields, the architecture,
+// and the text that follows from them.
 #pragma once
 
 #include <array>
@@ -38,7 +38,7 @@ struct KernelDefinition {
   // Dynamic shared memory that a launch of the spec takes.
   std::int32_t (*shared_bytes)(const KernelSpec& spec);
 
-  // The architecture to compile for on a device, given 10 major + minor; number 0: cannot run there.
+  // The architecture to compile for on a device, given 10 major + minor; number 0: none.
   Architecture (*architecture_for)(std::int32_t compute_capability);
 
   // Those built ahead of time, and the specs built for each (at most 40).

@@ -14,8 +14,8 @@ struct LaunchShape {
   std::uint32_t dynamic_shared_bytes = 0;
 };
 
-// `parameters` points at the kernel's arguments, one pointer each. They are copied before it returns.
-// Throws Error(device_error) with the name and the driver's words.
+// `parameters` points at the kernel's arguments, one pointer each. They are copied before it
+// returns. Throws Error(device_error) with the name and the driver's words.
 void launch(const Driver& driver, CuFunction function, const LaunchShape& shape, CuStream stream,
             void** parameters, std::string_view name);
 

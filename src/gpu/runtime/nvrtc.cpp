@@ -31,13 +31,13 @@ using NvrtcProgram = struct NvrtcProgramObject*;
   X(nvrtcGetCUBINSize, NvrtcResult, (NvrtcProgram program, std::size_t* size))             \
   X(nvrtcGetCUBIN, NvrtcResult, (NvrtcProgram program, char* cubin))
 
+namespace {
+
 struct Nvrtc {
 #define ONCHIP_DECLARE(name, result, parameters) result(*name) parameters = nullptr;
   ONCHIP_NVRTC_FUNCTIONS(ONCHIP_DECLARE)
 #undef ONCHIP_DECLARE
 };
-
-namespace {
 
 constexpr const char* kSonames[] = {"libnvrtc.so.13", "libnvrtc.so.12"};
 constexpr const char* kPackageFolders[] = {"/nvidia/cu13/lib/", "/nvidia/cuda_nvrtc/lib/"};
@@ -52,7 +52,7 @@ std::string loader_message() {
 
 std::string path_of(void* handle) {
   const link_map* map = nullptr;
-  if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr) return {};
+  if (dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) != 0 || map == nullptr) return {};
   return map->l_name;
 }
 
@@ -82,6 +82,8 @@ class Program {
   Program(const Nvrtc& api, const CompileRequest& request) : api_(api) {
     std::vector<const char*> texts;
     std::vector<const char*> names;
+    texts.reserve(request.headers.size());
+    names.reserve(request.headers.size());
     for (const EmbeddedFile* header : request.headers) {
       texts.push_back(header->text);
       names.push_back(header->path);
@@ -97,6 +99,7 @@ class Program {
 
   CompileResult compile(const std::vector<std::string>& flags) {
     std::vector<const char*> options;
+    options.reserve(flags.size());
     for (const std::string& flag : flags) options.push_back(flag.c_str());
     const NvrtcResult status = api_.nvrtcCompileProgram(
         program_, static_cast<std::int32_t>(options.size()), options.data());

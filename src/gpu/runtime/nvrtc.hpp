@@ -54,8 +54,8 @@ std::string load_nvrtc(const NvrtcSearch& search, Compiler& compiler);
 // The process's NVRTC, looked for at the first call.
 const CompilerState& nvrtc_state();
 
-// The folders that hold Python packages: those above the given file, then those that any of `loaded`
-// lies in.
+// The folders that hold Python packages: those above the given file, then those that any of
+// `loaded` lies in.
 std::vector<std::string> package_roots(const std::string& own_path,
                                        const std::vector<std::string>& loaded);
 
