@@ -415,7 +415,7 @@ ONCHIP_INLINE void store_vector(std::byte* to, Vec<typename Arithmetic<kStored>:
   }
 }
 
-// The first `count` lanes; the others are 0 and their memory is not touched.
+// The first `count` lanes, at least one; the others are 0 and their memory is not touched.
 template <DType kStored>
 ONCHIP_INLINE Vec<typename Arithmetic<kStored>::T> load_vector(const std::byte* from, int count) {
   using Element = typename Arithmetic<kStored>::Element;
