@@ -6,7 +6,7 @@ namespace onchip::gpu {
 
 std::span<const KernelDefinition* const> kernel_definitions() {
   static constexpr const KernelDefinition* kDefinitions[] = {
-      &sm90::kAttentionForwardKernel,
+      &sm90::attention_forward_kernel,
   };
   return kDefinitions;
 }

@@ -28,7 +28,7 @@ static_assert(kAttentionForwardSpecCount <= gpu::kMaxRegisteredSpecs);
 
 gpu::KernelSpec to_kernel_spec(const AttentionForwardSpec& spec) {
   gpu::KernelSpec result;
-  result.kernel = &kAttentionForwardKernel;
+  result.kernel = &attention_forward_kernel;
   for (int i = 0; i < kFields; ++i) result.values[static_cast<std::size_t>(i)] = spec.field(i);
   return result;
 }
@@ -40,7 +40,7 @@ AttentionForwardSpec from_kernel_spec(const gpu::KernelSpec& spec) {
 
 }  // namespace
 
-constinit const gpu::KernelDefinition kAttentionForwardKernel = {
+constexpr gpu::KernelDefinition attention_forward_kernel = {
     .name = "cuda.sm90/attention_forward",
     .file = kAttentionForwardFile,
     .entry = kAttentionForwardEntry,
@@ -180,7 +180,7 @@ static_assert(kFields <= 12);
 
 gpu::KernelSpec attention_forward_kernel_spec(const BackendPlan& plan) {
   gpu::KernelSpec spec;
-  spec.kernel = &kAttentionForwardKernel;
+  spec.kernel = &attention_forward_kernel;
   for (std::size_t i = 0; i < kFields; ++i) {
     spec.values[i] = static_cast<std::int32_t>(plan.words[i / 4] >> (16 * (i % 4)) & 0xffff);
   }
@@ -329,10 +329,10 @@ void launch_attention_forward(const gpu::Driver& driver, const gpu::DeviceFacts&
   const gpu::KernelSpec kernel_spec = attention_forward_kernel_spec(plan);
   const AttentionForwardSpec spec = from_kernel_spec(kernel_spec);
   const AttentionForwardShape shape = shape_of(problem);
-  const auto stream = static_cast<gpu::CuStream>(context.stream);
+  auto* stream = static_cast<gpu::CuStream>(context.stream);
 
   const gpu::ContextScope scope(driver, device);
-  const gpu::CuFunction function = cache.function(driver, device, scope, kernel_spec, stream);
+  gpu::CuFunction function = cache.function(driver, device, scope, kernel_spec, stream);
 
   AttentionForwardParams params = attention_forward_params(spec, shape, problem.options.scale);
   if (problem.lse.wanted) {
@@ -372,7 +372,7 @@ void launch_attention_forward(const gpu::Driver& driver, const gpu::DeviceFacts&
       {.grid = grid,
        .block = static_cast<std::uint32_t>(attention_forward_threads(spec)),
        .dynamic_shared_bytes = static_cast<std::uint32_t>(attention_forward_smem(spec).total)},
-      stream, parameters.data(), kAttentionForwardKernel.name);
+      stream, parameters.data(), attention_forward_kernel.name);
 }
 
 void run_attention_forward(const BackendPlan& plan, const AttentionForwardProblem& problem,

@@ -9,7 +9,7 @@
 
 namespace onchip::sm90 {
 
-extern const gpu::KernelDefinition kAttentionForwardKernel;
+extern const gpu::KernelDefinition attention_forward_kernel;
 
 // The backend's two entries.
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem);
