@@ -15,7 +15,7 @@ _COMMON = dict(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # The same examples every time: a run that was green stays green until code changes.
-settings.register_profile("short", max_examples=25, derandomize=True, database=None, **_COMMON)
+settings.register_profile("short", max_examples=50, derandomize=True, database=None, **_COMMON)
 settings.register_profile("long", max_examples=1500, phases=tuple(Phase), **_COMMON)
 
 

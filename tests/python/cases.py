@@ -54,7 +54,7 @@ def _lengths(rng, num_seqs, longest):
 
 
 @st.composite
-def cases(draw_from, dtypes=tuple(DTYPES), longest=40, packed=None, without=(), widest=40):
+def cases(draw_from, dtypes=tuple(DTYPES), longest=None, packed=None, without=(), widest=40):
     """A Case; `without` names options that must not appear ("seqlens", "segments": both axes)."""
 
     def chance(percent):
@@ -63,6 +63,9 @@ def cases(draw_from, dtypes=tuple(DTYPES), longest=40, packed=None, without=(), 
     def wanted(name, percent):
         return name not in without and chance(percent)
 
+    if longest is None:
+        # Within a tile, a tile or two, and over the largest tile and the largest task of rows.
+        longest = draw_from(st.sampled_from([6, 40, 160]))
     rng = np.random.default_rng(draw_from(st.integers(0, 2**32 - 1)))
     dtype = np.dtype(draw_from(st.sampled_from(dtypes)))
     num_seqs = draw_from(st.integers(1, 3))

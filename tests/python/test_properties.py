@@ -316,7 +316,7 @@ def test_gradients_are_the_forwards_finite_differences(grad_backend, case):
             compare.assert_derivative(f"d{name}", along, difference / (2 * step))
 
 
-@given(case=cases(longest=150))
+@given(case=cases(longest=160))
 def test_runs_repeat_bit_for_bit_whatever_the_number_of_threads(backend, case):
     before = onchip.get_num_threads()
     try:
