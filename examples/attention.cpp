@@ -1,4 +1,4 @@
-// Exact attention from C++: a causal call with grouped heads, checked against the formula for one row.
+// Exact attention from C++: a causal call with grouped heads, three rows checked by the formula.
 //
 //   c++ -std=c++20 attention.cpp $(pkg-config --cflags --libs onchip) && ./a.out
 #include <onchip/onchip.hpp>

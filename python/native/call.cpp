@@ -14,7 +14,7 @@ namespace onchip_python {
 
 namespace {
 
-// ---- the argument structs as tables --------------------------------------------------------------
+// ---- the argument structs as tables -------------------------------------------------------------
 
 enum class Kind : std::uint8_t { kTensor, kReal, kCount, kFlag, kAlignment, kPrecision, kName };
 
@@ -163,7 +163,7 @@ const Operator& operator_named(PyObject* name) {
   throw PythonError{};
 }
 
-// ---- Python values into fields -------------------------------------------------------------------
+// ---- Python values into fields ------------------------------------------------------------------
 
 double real_of(const Place& place, PyObject* value) {
   double number = std::nan("");
@@ -289,7 +289,7 @@ void set_all(CallObject* call, PyObject* values) {
   }
 }
 
-// ---- the type ------------------------------------------------------------------------------------
+// ---- the type -----------------------------------------------------------------------------------
 
 CallObject* as_call(PyObject* object) { return reinterpret_cast<CallObject*>(object); }
 

@@ -170,7 +170,7 @@ Ref own(const Request& request, Ref tensor, dlpack::ManagedTensor* managed) {
   return tensor;
 }
 
-// ---- the C exchange interface --------------------------------------------------------------------
+// ---- the C exchange interface -------------------------------------------------------------------
 
 // The interface of an array type, NULL if it has none that this binding reads. Looked up once a
 // type; the cache holds the types it knows, so that an address cannot come to mean another type.
@@ -235,7 +235,7 @@ Ref from_exchange(const Request& request) {
   return tensor;
 }
 
-// ---- __dlpack__ ----------------------------------------------------------------------------------
+// ---- __dlpack__ ---------------------------------------------------------------------------------
 
 // Takes what a capsule holds; the consumer's part is to rename it.
 Ref take_capsule(const Request& request, PyObject* capsule) {
@@ -323,7 +323,7 @@ Ref from_dlpack(const Request& request, std::string& reason) {
   return take_capsule(request, capsule.get());
 }
 
-// ---- the buffer protocol -------------------------------------------------------------------------
+// ---- the buffer protocol ------------------------------------------------------------------------
 
 Ref from_buffer(const Request& request) {
   if (PyObject_CheckBuffer(request.array) == 0) return {};

@@ -1,4 +1,4 @@
-// The little that a binding in CPython's limited API needs: an owning reference, exceptions, messages.
+// The little that a binding in CPython's limited API needs: a reference, exceptions, messages.
 #pragma once
 
 #if !defined(Py_LIMITED_API)
