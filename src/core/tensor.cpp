@@ -127,8 +127,8 @@ TensorView checked_view(std::string_view op, std::string_view name, const onchip
     count *= view.shape[axis];
     // An axis of one element is never stepped along, an empty tensor not at all: whatever stands
     // there must not overflow when it is turned into bytes.
-    if (empty || (view.shape[axis] == 1 && (view.strides[axis] > kLimit ||
-                                            view.strides[axis] < -kLimit))) {
+    if (empty ||
+        (view.shape[axis] == 1 && (view.strides[axis] > kLimit || view.strides[axis] < -kLimit))) {
       view.strides[axis] = 0;
     }
     const Wide reach = Wide{view.strides[axis]} * (view.shape[axis] - 1);

@@ -138,9 +138,8 @@ class Keys {
                                       std::int64_t i, const double* q_row) const {
     const AttentionOptions& options = problem_.options;
     const std::int64_t diagonal = i + problem_.diagonal_offset(s);
-    const double slope = options.alibi_slopes.wanted
-                             ? reference::load(options.alibi_slopes, n, head)
-                             : 0.0;
+    const double slope =
+        options.alibi_slopes.wanted ? reference::load(options.alibi_slopes, n, head) : 0.0;
     std::int32_t q_segment = 0;
     if (options.q_segment_ids.wanted) {
       q_segment = options.q_segment_ids.at(s.batch, s.q_begin + i);
@@ -241,14 +240,14 @@ void clear_slack_rows(const AttentionProblem& problem, RowAxis axis, const RowsV
 
 void clear_slack_lse(const AttentionProblem& problem) {
   if (!problem.lse.wanted) return;
-  for_each_slack(problem, RowAxis::q, [&](std::int64_t batch, std::int64_t begin,
-                                          std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      for (std::int64_t head = 0; head < problem.num_heads_q; ++head) {
-        store_scalar(problem.lse, batch, row, head, kMinusInfinity);
-      }
-    }
-  });
+  for_each_slack(problem, RowAxis::q,
+                 [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t row = begin; row < end; ++row) {
+                     for (std::int64_t head = 0; head < problem.num_heads_q; ++head) {
+                       store_scalar(problem.lse, batch, row, head, kMinusInfinity);
+                     }
+                   }
+                 });
 }
 
 Layout forward_layout(const AttentionProblem& problem) {
@@ -293,8 +292,8 @@ std::int64_t dbias_count(const AttentionBackwardProblem& problem) {
 }
 
 // A broadcast axis has one index.
-std::int64_t dbias_index(const AttentionBackwardProblem& problem, std::int64_t n,
-                         std::int64_t head, std::int64_t i, std::int64_t j) {
+std::int64_t dbias_index(const AttentionBackwardProblem& problem, std::int64_t n, std::int64_t head,
+                         std::int64_t i, std::int64_t j) {
   const std::int64_t position[4] = {n, head, i, j};
   std::int64_t index = 0;
   for (int axis = 0; axis < 4; ++axis) {
@@ -450,8 +449,7 @@ void store_dsink(const AttentionBackwardProblem& problem, const double* sums) {
 enum Word : std::size_t { kWorkers, kWorkerDoubles, kSharedDoubles };
 
 std::int32_t workers_for(std::int64_t tasks) {
-  return static_cast<std::int32_t>(
-      std::clamp<std::int64_t>(tasks, 1, std::max(num_threads(), 1)));
+  return static_cast<std::int32_t>(std::clamp<std::int64_t>(tasks, 1, std::max(num_threads(), 1)));
 }
 
 PlanResult plan_with(std::int64_t tasks, Layout worker, Layout shared) {
@@ -499,27 +497,26 @@ void run_attention_forward(const BackendPlan& plan, const AttentionForwardProble
                            const RunContext& context) {
   double* workspace = as_doubles(context.workspace);
   const auto worker_doubles = static_cast<std::int64_t>(plan.words[kWorkerDoubles]);
-  parallel_for(
-      problem.num_seqs * problem.num_heads_q, planned_workers(plan),
-      [&](std::int64_t task, std::int32_t worker) {
-        const std::int64_t n = task / problem.num_heads_q;
-        const std::int64_t head = task % problem.num_heads_q;
-        Scratch scratch(workspace + worker * worker_doubles);
-        Keys keys(problem, scratch);
-        double* q_row = scratch.take(problem.head_dim_qk);
-        double* o_row = scratch.take(problem.head_dim_v);
+  parallel_for(problem.num_seqs * problem.num_heads_q, planned_workers(plan),
+               [&](std::int64_t task, std::int32_t worker) {
+                 const std::int64_t n = task / problem.num_heads_q;
+                 const std::int64_t head = task % problem.num_heads_q;
+                 Scratch scratch(workspace + worker * worker_doubles);
+                 Keys keys(problem, scratch);
+                 double* q_row = scratch.take(problem.head_dim_qk);
+                 double* o_row = scratch.take(problem.head_dim_v);
 
-        const SequenceRange s = problem.sequence(n);
-        keys.load(s, problem.kv_head(head));
-        for (std::int64_t i = 0; i < s.q_len; ++i) {
-          const std::int64_t at = s.q_begin + i;
-          load_row(problem.q, s.batch, at, head, problem.head_dim_qk, q_row);
-          const auto pairs = keys.visible_pairs(n, s, head, i, q_row);
-          const double lse = forward_row(problem, keys, pairs, n, head, i, o_row);
-          store_row(problem.o, s.batch, at, head, problem.head_dim_v, o_row);
-          store_scalar(problem.lse, s.batch, at, head, lse);
-        }
-      });
+                 const SequenceRange s = problem.sequence(n);
+                 keys.load(s, problem.kv_head(head));
+                 for (std::int64_t i = 0; i < s.q_len; ++i) {
+                   const std::int64_t at = s.q_begin + i;
+                   load_row(problem.q, s.batch, at, head, problem.head_dim_qk, q_row);
+                   const auto pairs = keys.visible_pairs(n, s, head, i, q_row);
+                   const double lse = forward_row(problem, keys, pairs, n, head, i, o_row);
+                   store_row(problem.o, s.batch, at, head, problem.head_dim_v, o_row);
+                   store_scalar(problem.lse, s.batch, at, head, lse);
+                 }
+               });
   clear_slack_rows(problem, RowAxis::q, problem.o, problem.num_heads_q, problem.head_dim_v);
   clear_slack_lse(problem);
 }
@@ -540,18 +537,17 @@ void run_attention_backward(const BackendPlan& plan, const AttentionBackwardProb
   double* dsink = shared + dbias_count(problem);
 
   const BackwardTasks tasks(problem);
-  parallel_for(tasks.count(), planned_workers(plan),
-               [&](std::int64_t task, std::int32_t worker) {
-                 const std::int64_t sequence_group = task / tasks.per_sequence_group();
-                 const std::int64_t head_group = task % tasks.per_sequence_group();
-                 BackwardWorker backward(problem, workers + worker * worker_doubles, dbias, dsink);
-                 for (std::int64_t x = 0; x < tasks.sequences_each; ++x) {
-                   for (std::int64_t y = 0; y < tasks.kv_heads_each; ++y) {
-                     backward.run(sequence_group * tasks.sequences_each + x,
-                                  head_group * tasks.kv_heads_each + y);
-                   }
-                 }
-               });
+  parallel_for(tasks.count(), planned_workers(plan), [&](std::int64_t task, std::int32_t worker) {
+    const std::int64_t sequence_group = task / tasks.per_sequence_group();
+    const std::int64_t head_group = task % tasks.per_sequence_group();
+    BackwardWorker backward(problem, workers + worker * worker_doubles, dbias, dsink);
+    for (std::int64_t x = 0; x < tasks.sequences_each; ++x) {
+      for (std::int64_t y = 0; y < tasks.kv_heads_each; ++y) {
+        backward.run(sequence_group * tasks.sequences_each + x,
+                     head_group * tasks.kv_heads_each + y);
+      }
+    }
+  });
   if (problem.dbias.wanted) store_dbias(problem, dbias);
   if (problem.dsink.wanted) store_dsink(problem, dsink);
   clear_slack_rows(problem, RowAxis::q, problem.dq, problem.num_heads_q, problem.head_dim_qk);

@@ -28,8 +28,8 @@ double decode(std::uint16_t bits, Format format) {
     return fraction == 0 ? sign * std::numeric_limits<double>::infinity() : std::nan("");
   }
   const int hidden = exponent == 0 ? 0 : 1 << format.fraction_bits;
-  return sign *
-         std::ldexp(hidden + fraction, (exponent == 0 ? 1 : exponent) - bias - format.fraction_bits);
+  return sign * std::ldexp(hidden + fraction,
+                           (exponent == 0 ? 1 : exponent) - bias - format.fraction_bits);
 }
 
 struct Float16Conversions {
@@ -97,7 +97,9 @@ TYPED_TEST(SixteenBits, EveryRoundingBoundary) {
       const auto s32 = static_cast<float>(s);
       ASSERT_EQ(TypeParam::down(s32 * middle32), with_sign(even)) << below;
       ASSERT_EQ(TypeParam::down(s32 * std::nextafter(middle32, 0.0F)), with_sign(below)) << below;
-      ASSERT_EQ(TypeParam::down(s32 * std::nextafter(middle32, std::numeric_limits<float>::infinity())), with_sign(below + 1))
+      ASSERT_EQ(
+          TypeParam::down(s32 * std::nextafter(middle32, std::numeric_limits<float>::infinity())),
+          with_sign(below + 1))
           << below;
     }
   }
@@ -117,7 +119,8 @@ TYPED_TEST(SixteenBits, OutOfRange) {
 
 TYPED_TEST(SixteenBits, LoadAndStoreTakeOneRounding) {
   // In fp32 this would become the tie exactly.
-  const double tie = decode(0x3c01, TypeParam::kFormat) / 2.0 + decode(0x3c00, TypeParam::kFormat) / 2.0;
+  const double tie =
+      decode(0x3c01, TypeParam::kFormat) / 2.0 + decode(0x3c00, TypeParam::kFormat) / 2.0;
   alignas(8) std::byte bytes[8];
   store_from_double(bytes, TypeParam::kDType, tie + 1e-14);
   EXPECT_EQ(load_as_double(bytes, TypeParam::kDType), decode(0x3c01, TypeParam::kFormat));

@@ -82,7 +82,7 @@ TEST_P(RandomCalls, ForwardThenBackward) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, RandomCalls, ::testing::Values("reference"),
+INSTANTIATE_TEST_SUITE_P(Backends, RandomCalls, ::testing::Values("reference", "cpu"),
                          [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

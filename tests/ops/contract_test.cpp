@@ -92,10 +92,8 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 const Refusal kRefusals[] = {
-    {"no_q", "q", "no tensor", "a tensor",
-     [](Everything& e, Kept&) { e.forward.q = nullptr; }},
-    {"no_o", "o", "no tensor", "a tensor",
-     [](Everything& e, Kept&) { e.forward.o = nullptr; }},
+    {"no_q", "q", "no tensor", "a tensor", [](Everything& e, Kept&) { e.forward.q = nullptr; }},
+    {"no_o", "o", "no tensor", "a tensor", [](Everything& e, Kept&) { e.forward.o = nullptr; }},
     {"q_dtype", "q", "int32", "float64 or float32",
      [](Everything& e, Kept& k) {
        replace(k, e.forward.q, [](onchip_tensor& t) { t.dtype = ONCHIP_INT32; });
@@ -305,7 +303,8 @@ TEST(Contract, PackedLengthsAreRefusedByEntry) {
     call.cu_seqlens_q.fill_integers(cu_q);
     onchip_plan planned = ONCHIP_PLAN_INIT;
     EXPECT_EQ(plan(call.forward_args(), &planned), ONCHIP_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(onchip_last_error()).find(text), std::string::npos) << onchip_last_error();
+    EXPECT_NE(std::string(onchip_last_error()).find(text), std::string::npos)
+        << onchip_last_error();
   };
   refusal({0, 3, 2}, "cu_seqlens_q[2]: got 2, wanted at least 3");
   refusal({-1, 2, 5}, "cu_seqlens_q[0]: got -1");

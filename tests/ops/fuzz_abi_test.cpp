@@ -146,9 +146,8 @@ class FuzzedCall {
 
     const GuardedMemory workspace = workspace_for(planned);
     if (std::string wrong = refused_run(planned, workspace, tally); !wrong.empty()) return wrong;
-    const bool judgeable =
-        (op_ != Op::backward || save_forward()) &&
-        (std::string(planned.backend) == "reference" || !reads_foreign_poison());
+    const bool judgeable = (op_ != Op::backward || save_forward()) &&
+                           (std::string(planned.backend) == "reference" || !reads_foreign_poison());
     remember();
     if (run(planned, workspace.data(), nullptr) != ONCHIP_OK) {
       return std::string("planned, then refused: ") + onchip_last_error();
@@ -173,7 +172,8 @@ class FuzzedCall {
   void make_attention() {
     AttentionSpec spec = random_spec(random_);
     // Many small calls find more than few large ones.
-    for (std::int64_t* length : {&spec.seqlen_q, &spec.seqlen_kv}) *length = std::min<std::int64_t>(*length, 20);
+    for (std::int64_t* length : {&spec.seqlen_q, &spec.seqlen_kv})
+      *length = std::min<std::int64_t>(*length, 20);
     for (auto* slots : {&spec.slots_q, &spec.slots_kv}) {
       for (std::int64_t& slot : *slots) slot = std::min<std::int64_t>(slot, 20);
     }
@@ -190,7 +190,8 @@ class FuzzedCall {
     backward_ = attention_->backward_args();
     options_ = attention_->options;
     has_options_ = true;
-    for (const auto& [name, tensor] : attention_->inputs()) buffers_.push_back(tensor->accessible());
+    for (const auto& [name, tensor] : attention_->inputs())
+      buffers_.push_back(tensor->accessible());
     for (const auto& [name, tensor] : attention_->forward_outputs()) {
       buffers_.push_back(tensor->accessible());
     }
@@ -241,15 +242,16 @@ class FuzzedCall {
     const Shape lse_shape = packed ? Shape{heads, rows} : Shape{batch, heads, rows};
     const DType lse_dtype = dtype == DType::f64 ? DType::f64 : DType::f32;
     for (int i = 0; i < 6; ++i) {
-      merge_tensors_[i] = HostTensor(i % 2 == 0 ? dtype : lse_dtype, i % 2 == 0 ? o_shape : lse_shape);
+      merge_tensors_[i] =
+          HostTensor(i % 2 == 0 ? dtype : lse_dtype, i % 2 == 0 ? o_shape : lse_shape);
       if (i >= 4) continue;
       merge_tensors_[i].fill([&] {
         if (i % 2 == 1 && random_.chance(0.25)) return -std::numeric_limits<double>::infinity();
         return 3.0 * random_.normal();
       });
     }
-    const onchip_tensor** fields[] = {&merge_.o1, &merge_.lse1, &merge_.o2,
-                                      &merge_.lse2, &merge_.o, &merge_.lse};
+    const onchip_tensor** fields[] = {&merge_.o1,   &merge_.lse1, &merge_.o2,
+                                      &merge_.lse2, &merge_.o,    &merge_.lse};
     const char* names[] = {"o1", "lse1", "o2", "lse2", "o", "lse"};
     merge_.backend = backend_;
     for (int i = 0; i < 6; ++i) {
@@ -313,11 +315,13 @@ class FuzzedCall {
     story_ += slot.name;
     switch (random_.integer(0, 9)) {
       case 0:
-        t.dtype = random_.chance(0.7) ? static_cast<std::int32_t>(random_.integer(0, 9)) : any_int32();
+        t.dtype =
+            random_.chance(0.7) ? static_cast<std::int32_t>(random_.integer(0, 9)) : any_int32();
         story_ += ".dtype ";
         break;
       case 1:
-        t.rank = random_.chance(0.7) ? static_cast<std::int32_t>(random_.integer(-1, 7)) : any_int32();
+        t.rank =
+            random_.chance(0.7) ? static_cast<std::int32_t>(random_.integer(-1, 7)) : any_int32();
         story_ += ".rank ";
         break;
       case 2:
@@ -425,8 +429,8 @@ class FuzzedCall {
       }
     }
     if (integers.empty()) return mutate_tensor(any_slot());
-    value_changes_.push_back(integers[static_cast<std::size_t>(
-                                 random_.integer(0, static_cast<std::int64_t>(integers.size()) - 1))]
+    value_changes_.push_back(integers[static_cast<std::size_t>(random_.integer(
+                                          0, static_cast<std::int64_t>(integers.size()) - 1))]
                                  ->name);
     story_ += "values of " + value_changes_.back() + " ";
   }
@@ -443,11 +447,11 @@ class FuzzedCall {
       if (slots_.empty()) no_args_ = true;
       return;
     }
-    const onchip_tensor** fields[] = {&options_.bias,          &options_.mask,
-                                      &options_.alibi_slopes,  &options_.q_segment_ids,
+    const onchip_tensor** fields[] = {&options_.bias,           &options_.mask,
+                                      &options_.alibi_slopes,   &options_.q_segment_ids,
                                       &options_.kv_segment_ids, &options_.sink,
-                                      &options_.dropout_rng,   &options_.seqlens_q,
-                                      &options_.seqlens_kv,    &options_.cu_seqlens_kv};
+                                      &options_.dropout_rng,    &options_.seqlens_q,
+                                      &options_.seqlens_kv,     &options_.cu_seqlens_kv};
     const std::int64_t which = random_.integer(0, 9);
     if (op_ == Op::merge || *fields[which] != nullptr) return mutate_tensor(any_slot());
     onchip_tensor t = any_slot().tensor;
@@ -459,8 +463,8 @@ class FuzzedCall {
   void mutate_struct() {
     story_ += "struct ";
     const auto size = [&](std::size_t whole) {
-      return random_.one_of<std::size_t>({0, 7, 8, whole - 8, whole - 1, whole, whole + 8,
-                                          whole + 64, 4096, 4097, SIZE_MAX});
+      return random_.one_of<std::size_t>(
+          {0, 7, 8, whole - 8, whole - 1, whole, whole + 8, whole + 64, 4096, 4097, SIZE_MAX});
     };
     switch (random_.integer(0, 5)) {
       case 0:
@@ -505,7 +509,8 @@ class FuzzedCall {
                address + reach.end <= begin + static_cast<Wide>(buffer.size());
       });
       Wide count = 1;
-      for (std::int32_t axis = 0; axis < t.rank; ++axis) count *= std::min<Wide>(t.shape[axis], 1 << 20);
+      for (std::int32_t axis = 0; axis < t.rank; ++axis)
+        count *= std::min<Wide>(t.shape[axis], 1 << 20);
       if (count > kMostElements) unbacked_ = true;
       if (inside && count <= kMostElements) continue;
       if (reach.end - reach.first <= kMostBytes && count <= kMostElements) {
@@ -533,9 +538,9 @@ class FuzzedCall {
 
   void refill(Slot& slot, const Reach& reach) {
     const auto size = static_cast<std::size_t>(reach.end - reach.first);
-    const auto misalignment = reinterpret_cast<std::uintptr_t>(slot.tensor.data) %
-                              static_cast<std::uintptr_t>(
-                                  dtype_size(static_cast<DType>(slot.tensor.dtype)));
+    const auto misalignment =
+        reinterpret_cast<std::uintptr_t>(slot.tensor.data) %
+        static_cast<std::uintptr_t>(dtype_size(static_cast<DType>(slot.tensor.dtype)));
     fresh_.push_back(std::make_unique<GuardedMemory>(size, GuardedMemory::Against::front,
                                                      static_cast<std::size_t>(misalignment)));
     slot.tensor.data = fresh_.back()->data() - static_cast<std::ptrdiff_t>(reach.first);
@@ -590,9 +595,9 @@ class FuzzedCall {
     const std::size_t options_size =
         options_size_ == kUnset ? sizeof(onchip_attention_options) : options_size_;
     options_memory_ = std::make_unique<StructMemory>(options_, options_size, dirty_tail_);
-    const auto* options = has_options_
-                              ? static_cast<const onchip_attention_options*>(options_memory_->data())
-                              : nullptr;
+    const auto* options =
+        has_options_ ? static_cast<const onchip_attention_options*>(options_memory_->data())
+                     : nullptr;
     forward_.options = options;
     backward_.options = options;
     const std::size_t size = args_size_ == kUnset ? args_sizeof() : args_size_;
@@ -696,7 +701,8 @@ class FuzzedCall {
   }
 
   // One way of misusing run, or none: refused, and nothing written.
-  std::string refused_run(const onchip_plan& planned, const GuardedMemory& workspace, Tally& tally) {
+  std::string refused_run(const onchip_plan& planned, const GuardedMemory& workspace,
+                          Tally& tally) {
     onchip_plan broken = planned;
     void* memory = workspace.data();
     void* stream = nullptr;
@@ -758,7 +764,8 @@ class FuzzedCall {
     if (status != ONCHIP_INVALID_ARGUMENT) {
       return std::string("status ") + onchip_status_name(status) + ": " + message;
     }
-    if (message.find(": got ") == std::string::npos || message.find(", wanted ") == std::string::npos) {
+    if (message.find(": got ") == std::string::npos ||
+        message.find(", wanted ") == std::string::npos) {
       return "a message without got and wanted: " + message;
     }
     return "";

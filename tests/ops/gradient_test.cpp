@@ -240,8 +240,8 @@ TEST(Gradients, RandomCombinations) {
     // Differences of every element cost two passes each, and inputs that share memory have none.
     spec.strided = false;
     const auto shorten = [](std::int64_t& length) { length = std::min<std::int64_t>(length, 6); };
-    for (std::int64_t* size : {&spec.seqlen_q, &spec.seqlen_kv, &spec.head_dim_qk,
-                               &spec.head_dim_v}) {
+    for (std::int64_t* size :
+         {&spec.seqlen_q, &spec.seqlen_kv, &spec.head_dim_qk, &spec.head_dim_v}) {
       shorten(*size);
     }
     for (auto* lengths : {&spec.slots_q, &spec.slots_kv}) {

@@ -21,8 +21,8 @@ Shape random_strides(const Shape& shape, bool output, Random& random) {
   std::vector<std::size_t> order(shape.size() - 1);
   std::iota(order.begin(), order.end(), std::size_t{0});
   for (std::size_t i = order.size(); i > 1; --i) {
-    std::swap(order[i - 1], order[static_cast<std::size_t>(
-                                random.integer(0, static_cast<std::int64_t>(i) - 1))]);
+    std::swap(order[i - 1],
+              order[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
   }
   std::int64_t reach = std::max<std::int64_t>(shape.back(), 1) + random.one_of({0, 0, 1, 3});
   for (const std::size_t axis : order) {
@@ -172,9 +172,9 @@ AttentionCall::AttentionCall(const AttentionSpec& given, Random& random)
 HostTensor AttentionCall::make(DType dtype, const Shape& shape, bool output) {
   const Shape strides =
       spec.strided ? random_strides(shape, output, random_) : contiguous_strides(shape);
-  return HostTensor(dtype, shape, strides,
-                    random_.chance(0.5) ? GuardedMemory::Against::end
-                                        : GuardedMemory::Against::front);
+  return HostTensor(
+      dtype, shape, strides,
+      random_.chance(0.5) ? GuardedMemory::Against::end : GuardedMemory::Against::front);
 }
 
 void AttentionCall::make_lengths() {
@@ -233,12 +233,13 @@ void AttentionCall::make_options() {
     mask.fill([&] { return random_.chance(spec.visible_share) ? 1.0 : 0.0; });
   }
   if (spec.alibi) {
-    alibi_slopes = make(DType::f32, spec.alibi_per_sequence ? Shape{spec.batch, hq} : Shape{hq}, false);
+    alibi_slopes =
+        make(DType::f32, spec.alibi_per_sequence ? Shape{spec.batch, hq} : Shape{hq}, false);
     alibi_slopes.fill([&] { return 0.5 * random_.uniform(); });
   }
   if (spec.segments) {
-    q_segment_ids =
-        make(DType::i32, spec.packed ? Shape{spec.seqlen_q} : Shape{spec.batch, spec.seqlen_q}, false);
+    q_segment_ids = make(
+        DType::i32, spec.packed ? Shape{spec.seqlen_q} : Shape{spec.batch, spec.seqlen_q}, false);
     kv_segment_ids = make(
         DType::i32, spec.packed ? Shape{spec.seqlen_kv} : Shape{spec.batch, spec.seqlen_kv}, false);
     q_segment_ids.fill([&] { return static_cast<double>(random_.integer(0, 2)); });
@@ -251,8 +252,8 @@ void AttentionCall::make_options() {
   }
   if (spec.dropout_p > 0.0) {
     dropout_rng = make(DType::i64, {2}, false);
-    dropout_rng.fill_integers(
-        {static_cast<std::int64_t>(random_.bits()), random_.integer(0, (std::int64_t{1} << 32) - 1)});
+    dropout_rng.fill_integers({static_cast<std::int64_t>(random_.bits()),
+                               random_.integer(0, (std::int64_t{1} << 32) - 1)});
   }
   options.bias = bias.abi();
   options.mask = mask.abi();
@@ -279,7 +280,8 @@ void AttentionCall::poison_outside_sequences() {
       std::vector<bool> used(static_cast<std::size_t>(slot), false);
       for (std::int64_t n = c.packed ? 0 : batch; n < (c.packed ? c.num_seqs : batch + 1); ++n) {
         const std::int64_t begin =
-            !c.packed ? 0 : (q_axis ? c.cu_seqlens_q : c.cu_seqlens_kv)[static_cast<std::size_t>(n)];
+            !c.packed ? 0
+                      : (q_axis ? c.cu_seqlens_q : c.cu_seqlens_kv)[static_cast<std::size_t>(n)];
         const std::int64_t length = q_axis ? c.length_q(n) : c.length_kv(n);
         for (std::int64_t i = 0; i < length; ++i) used[static_cast<std::size_t>(begin + i)] = true;
       }

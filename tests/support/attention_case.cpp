@@ -62,8 +62,8 @@ class Checker {
         const std::int64_t size = dtype_size(static_cast<DType>(known.tensor->dtype));
         for_each_element(*known.tensor, [&](const std::byte* at) {
           for (std::int64_t byte = 0; byte < size; ++byte) {
-            const bool clash = outputs ? !written.insert(at + byte).second
-                                       : written.contains(at + byte);
+            const bool clash =
+                outputs ? !written.insert(at + byte).second : written.contains(at + byte);
             need(!clash, known.name + ": shares memory with an output");
           }
         });
@@ -103,8 +103,8 @@ struct Sizes {
 bool integers(TensorPointer t) { return t->dtype == ONCHIP_INT32 || t->dtype == ONCHIP_INT64; }
 
 void check_flags(Checker& c, const onchip_attention_options& o) {
-  for (const std::int32_t flag : {o.causal, o.alignment, o.precision, o.deterministic,
-                                  o.batch_invariant, o.check}) {
+  for (const std::int32_t flag :
+       {o.causal, o.alignment, o.precision, o.deterministic, o.batch_invariant, o.check}) {
     c.need(flag == 0 || flag == 1, "a flag or enumeration");
   }
   c.need(!std::isinf(o.scale), "scale");
@@ -189,8 +189,8 @@ void check_score_options(Checker& c, const onchip_attention_options& o, const Si
   }
   if (o.sink != nullptr) c.shape("sink", o.sink, {s.hq});
   c.need((o.q_segment_ids == nullptr) == (o.kv_segment_ids == nullptr), "segment ids: one");
-  for (const auto& [t, slot] : {std::pair{o.q_segment_ids, s.slot_q},
-                                std::pair{o.kv_segment_ids, s.slot_kv}}) {
+  for (const auto& [t, slot] :
+       {std::pair{o.q_segment_ids, s.slot_q}, std::pair{o.kv_segment_ids, s.slot_kv}}) {
     if (t == nullptr) continue;
     c.need(t->dtype == ONCHIP_INT32, "segment ids: dtype");
     c.shape("segment ids", t, s.packed ? Shape{slot} : Shape{s.num_seqs, slot});
@@ -212,24 +212,22 @@ void check_score_options(Checker& c, const onchip_attention_options& o, const Si
 Sizes check_attention(Checker& c, TensorPointer q, TensorPointer k, TensorPointer v,
                       const onchip_attention_options& o) {
   Sizes s{};
-  for (const auto& [name, t] : {std::pair<std::string_view, TensorPointer>{"q", q},
-                                {"k", k},
-                                {"v", v}}) {
+  for (const auto& [name, t] :
+       {std::pair<std::string_view, TensorPointer>{"q", q}, {"k", k}, {"v", v}}) {
     c.need(t != nullptr, std::string(name) + ": absent");
     c.tensor(name, t, false);
   }
-  for (const auto& [name, t] :
-       {std::pair<std::string_view, TensorPointer>{"bias", o.bias},
-        {"mask", o.mask},
-        {"alibi_slopes", o.alibi_slopes},
-        {"q_segment_ids", o.q_segment_ids},
-        {"kv_segment_ids", o.kv_segment_ids},
-        {"sink", o.sink},
-        {"dropout_rng", o.dropout_rng},
-        {"cu_seqlens_q", o.cu_seqlens_q},
-        {"cu_seqlens_kv", o.cu_seqlens_kv},
-        {"seqlens_q", o.seqlens_q},
-        {"seqlens_kv", o.seqlens_kv}}) {
+  for (const auto& [name, t] : {std::pair<std::string_view, TensorPointer>{"bias", o.bias},
+                                {"mask", o.mask},
+                                {"alibi_slopes", o.alibi_slopes},
+                                {"q_segment_ids", o.q_segment_ids},
+                                {"kv_segment_ids", o.kv_segment_ids},
+                                {"sink", o.sink},
+                                {"dropout_rng", o.dropout_rng},
+                                {"cu_seqlens_q", o.cu_seqlens_q},
+                                {"cu_seqlens_kv", o.cu_seqlens_kv},
+                                {"seqlens_q", o.seqlens_q},
+                                {"seqlens_kv", o.seqlens_kv}}) {
     c.tensor(name, t, false);
   }
   check_flags(c, o);
@@ -284,9 +282,8 @@ AttentionCase read_shared(TensorPointer q, TensorPointer k, TensorPointer v,
   result.head_dim_v = v->shape[row + 2];
   result.scale = o.scale;
   if (std::isnan(o.scale)) {
-    result.scale = result.head_dim_qk == 0
-                       ? 1.0
-                       : 1.0 / std::sqrt(static_cast<double>(result.head_dim_qk));
+    result.scale =
+        result.head_dim_qk == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(result.head_dim_qk));
   }
   result.softcap = o.softcap;
   result.dropout_p = o.dropout_p;
@@ -375,8 +372,8 @@ std::string illegal(const onchip_attention_backward_args& args) {
     c.need(t->dtype == (dtype == ONCHIP_FLOAT64 ? ONCHIP_FLOAT64 : ONCHIP_FLOAT32), "lse: dtype");
     c.shape("lse", t, s.lse());
   }
-  for (const auto& [gradient, of] : {std::pair{args.dbias, options.bias},
-                                     std::pair{args.dsink, options.sink}}) {
+  for (const auto& [gradient, of] :
+       {std::pair{args.dbias, options.bias}, std::pair{args.dsink, options.sink}}) {
     if (gradient == nullptr || c.failed()) continue;
     c.need(of != nullptr, "dbias or dsink without bias or sink");
     if (c.failed()) continue;
@@ -405,8 +402,7 @@ std::string illegal(const onchip_attention_merge_args& args) {
   const Shape rows(args.o1->shape, args.o1->shape + args.o1->rank);
   Shape scalars(rows.begin(), rows.end() - 1);
   std::swap(scalars[scalars.size() - 1], scalars[scalars.size() - 2]);
-  const std::int32_t lse_dtype =
-      args.o1->dtype == ONCHIP_FLOAT64 ? ONCHIP_FLOAT64 : ONCHIP_FLOAT32;
+  const std::int32_t lse_dtype = args.o1->dtype == ONCHIP_FLOAT64 ? ONCHIP_FLOAT64 : ONCHIP_FLOAT32;
   for (const TensorPointer t : {args.o2, args.o}) {
     c.need(t->dtype == args.o1->dtype, "o2 or o: dtype");
     c.shape("o2 or o", t, rows);

@@ -59,8 +59,7 @@ double largest_error(const std::vector<double>& x, const std::vector<double>& re
 double rounding_bound(const std::vector<double>& ref, const std::vector<double>& y, DType dtype,
                       double r) {
   if (dtype == DType::f64) return 1e-11 * largest(ref);
-  const double own =
-      dtype == DType::f32 ? 1e-5 * largest(ref) : ulp(largest(ref), dtype);
+  const double own = dtype == DType::f32 ? 1e-5 * largest(ref) : ulp(largest(ref), dtype);
   return r * largest_error(y, ref) + own;
 }
 
@@ -137,8 +136,8 @@ class Float64Call {
       options.seqlens_kv = keep(used_kv);
     }
     if (c.dropout_p > 0.0) {
-      options.dropout_rng = keep({static_cast<std::int64_t>(c.seed),
-                                  static_cast<std::int64_t>(c.offset)});
+      options.dropout_rng =
+          keep({static_cast<std::int64_t>(c.seed), static_cast<std::int64_t>(c.offset)});
     }
     Shape o_shape = *c.q.shape;
     o_shape.back() = c.head_dim_v;
@@ -332,9 +331,10 @@ std::string judge(const onchip_attention_backward_args& args, Saved saved) {
     const auto dtype = static_cast<DType>(result->dtype);
     // A gradient has its own input's dtype: what is stored in it can be no better than its ulp.
     const DType coarser = epsilon(dtype) > epsilon(c.dtype) ? dtype : c.dtype;
-    wrong = disagreement(gradient.name, read_values(*result), rounded_infinities(wanted, dtype),
-                         rounding_bound(wanted, y.*gradient.values, coarser, r) +
-                             cancellation(c, gradient.name, saved) + lse_rounding(c, saved, wanted));
+    wrong =
+        disagreement(gradient.name, read_values(*result), rounded_infinities(wanted, dtype),
+                     rounding_bound(wanted, y.*gradient.values, coarser, r) +
+                         cancellation(c, gradient.name, saved) + lse_rounding(c, saved, wanted));
     if (!wrong.empty()) return wrong;
   }
   return "";

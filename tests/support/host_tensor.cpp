@@ -25,8 +25,8 @@ GuardedMemory::GuardedMemory(std::size_t size, Against against, std::size_t shif
     throw std::bad_alloc();
   }
   std::memset(accessible_, kPoisonByte, accessible_size_);
-  data_ = against == Against::end ? accessible_ + accessible_size_ - size - shift
-                                  : accessible_ + shift;
+  data_ =
+      against == Against::end ? accessible_ + accessible_size_ - size - shift : accessible_ + shift;
 }
 
 GuardedMemory::~GuardedMemory() {
@@ -67,7 +67,8 @@ HostTensor::HostTensor(DType dtype, const Shape& shape, const Shape& strides,
                        GuardedMemory::Against against) {
   const Extent extent = extent_of(shape, strides);
   const std::int64_t size = dtype_size(dtype);
-  memory_ = GuardedMemory(static_cast<std::size_t>((extent.last - extent.first + 1) * size), against);
+  memory_ =
+      GuardedMemory(static_cast<std::size_t>((extent.last - extent.first + 1) * size), against);
   view_.data = memory_.data() == nullptr ? nullptr : memory_.data() - extent.first * size;
   view_.dtype = static_cast<std::int32_t>(dtype);
   view_.rank = static_cast<std::int32_t>(shape.size());
@@ -128,9 +129,7 @@ void HostTensor::set(const Shape& index, double value) {
   store_from_double(address(index), dtype(), value);
 }
 
-double HostTensor::get(const Shape& index) const {
-  return load_as_double(address(index), dtype());
-}
+double HostTensor::get(const Shape& index) const { return load_as_double(address(index), dtype()); }
 
 std::string HostTensor::broken_guard() const {
   const std::span<std::byte> all = memory_.accessible();

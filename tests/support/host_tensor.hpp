@@ -87,8 +87,13 @@ class HostTensor {
  private:
   std::byte* address(const Shape& index) const;
 
-  onchip_tensor view_{.data = nullptr, .dtype = 0, .rank = -1, .device_type = 0, .device_id = 0,
-                      .shape = {}, .strides = {}};
+  onchip_tensor view_{.data = nullptr,
+                      .dtype = 0,
+                      .rank = -1,
+                      .device_type = 0,
+                      .device_id = 0,
+                      .shape = {},
+                      .strides = {}};
   GuardedMemory memory_{0, GuardedMemory::Against::end};
 };
 

@@ -52,10 +52,10 @@ double dropout_factor(const AttentionCase& c, std::int64_t n, std::int64_t head,
   if (c.dropout_p == 0.0) return 1.0;
   const double threshold = std::floor(65536.0 * c.dropout_p + 0.5);
   const auto word = [](std::int64_t x) { return static_cast<std::uint32_t>(x); };
-  const PhiloxBlock bits = philox4x32_10(
-      {static_cast<std::uint32_t>(c.seed), static_cast<std::uint32_t>(c.seed >> 32)},
-      {static_cast<std::uint32_t>(c.offset), word(n * c.num_heads_q + head),
-       word(8 * (i / 16) + i % 8), word(4 * (j / 16) + (j % 8) / 2)});
+  const PhiloxBlock bits =
+      philox4x32_10({static_cast<std::uint32_t>(c.seed), static_cast<std::uint32_t>(c.seed >> 32)},
+                    {static_cast<std::uint32_t>(c.offset), word(n * c.num_heads_q + head),
+                     word(8 * (i / 16) + i % 8), word(4 * (j / 16) + (j % 8) / 2)});
   std::array<std::uint32_t, 8> fields{};
   for (std::size_t w = 0; w < 4; ++w) {
     fields[2 * w] = bits[w] & 0xffffu;
@@ -111,8 +111,8 @@ class Plain {
         h.backward(saved);
       }
     }
-    for (std::vector<double>* gradient : {&gradients_.dq, &gradients_.dk, &gradients_.dv,
-                                          &gradients_.dbias, &gradients_.dsink}) {
+    for (std::vector<double>* gradient :
+         {&gradients_.dq, &gradients_.dk, &gradients_.dv, &gradients_.dbias, &gradients_.dsink}) {
       for (double& x : *gradient) x = static_cast<double>(round(static_cast<T>(x)));
     }
     return gradients_;
@@ -140,10 +140,18 @@ class Plain {
           p(len_q, len_kv),
           p_sink(index(len_q), T{0}) {}
 
-    T q(std::int64_t i, std::int64_t d) const { return row(c.q, c.q_row(n, i, head, c.head_dim_qk), d); }
-    T k(std::int64_t j, std::int64_t d) const { return row(c.k, c.kv_row(n, j, kv_head, c.head_dim_qk), d); }
-    T v(std::int64_t j, std::int64_t d) const { return row(c.v, c.kv_row(n, j, kv_head, c.head_dim_v), d); }
-    T d_o(std::int64_t i, std::int64_t d) const { return row(c.d_o, c.q_row(n, i, head, c.head_dim_v), d); }
+    T q(std::int64_t i, std::int64_t d) const {
+      return row(c.q, c.q_row(n, i, head, c.head_dim_qk), d);
+    }
+    T k(std::int64_t j, std::int64_t d) const {
+      return row(c.k, c.kv_row(n, j, kv_head, c.head_dim_qk), d);
+    }
+    T v(std::int64_t j, std::int64_t d) const {
+      return row(c.v, c.kv_row(n, j, kv_head, c.head_dim_v), d);
+    }
+    T d_o(std::int64_t i, std::int64_t d) const {
+      return row(c.d_o, c.q_row(n, i, head, c.head_dim_v), d);
+    }
     static T row(const Values& values, std::int64_t start, std::int64_t d) {
       return static_cast<T>(values.at[index(start + d)]);
     }
@@ -263,9 +271,7 @@ class Plain {
       }
     }
 
-    static void add(double& sum, T term) {
-      sum = static_cast<double>(static_cast<T>(sum) + term);
-    }
+    static void add(double& sum, T term) { sum = static_cast<double>(static_cast<T>(sum) + term); }
 
     Plain& a;
     const AttentionCase& c;
@@ -331,8 +337,8 @@ PlainGradients plain_backward(const AttentionCase& attention, const Arithmetic& 
                                   : Plain<float>(attention, arithmetic.stored).backward(saved);
 }
 
-PlainForward plain_merge(const Values& o1, const Values& lse1, const Values& o2,
-                         const Values& lse2, const Arithmetic& arithmetic) {
+PlainForward plain_merge(const Values& o1, const Values& lse1, const Values& o2, const Values& lse2,
+                         const Arithmetic& arithmetic) {
   return arithmetic.fp64_products ? merge<double>(o1, lse1, o2, lse2, arithmetic.stored)
                                   : merge<float>(o1, lse1, o2, lse2, arithmetic.stored);
 }

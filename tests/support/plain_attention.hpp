@@ -36,7 +36,7 @@ enum class Saved {
 PlainForward plain_forward(const AttentionCase& attention, const Arithmetic& arithmetic);
 PlainGradients plain_backward(const AttentionCase& attention, const Arithmetic& arithmetic,
                               Saved saved);
-PlainForward plain_merge(const Values& o1, const Values& lse1, const Values& o2,
-                         const Values& lse2, const Arithmetic& arithmetic);
+PlainForward plain_merge(const Values& o1, const Values& lse1, const Values& o2, const Values& lse2,
+                         const Arithmetic& arithmetic);
 
 }  // namespace onchip::test
