@@ -17,6 +17,7 @@ namespace {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 constexpr std::int64_t kMaxHeadDim = 65536;  // keeps a worker's scratch below 128 MiB
+constexpr std::int64_t kMinTaskRows = 32;
 
 struct Unit {
   std::size_t (*forward_scratch_bytes)(const ForwardShape& shape);
@@ -91,11 +92,18 @@ ForwardShape forward_shape(const AttentionForwardProblem& problem) {
   shape.adjusts_scores = options.bias.wanted || options.mask.wanted ||
                          options.alibi_slopes.wanted || options.q_segment_ids.wanted;
   shape.dropout = options.dropout_p > 0.0;
-  // Q and O of a task stay below 1 MiB where that leaves a few rows.
-  while (shape.task_rows > 32 &&
-         shape.task_rows * (shape.head_dim_qk + shape.head_dim_v) > std::int64_t{1} << 17) {
-    shape.task_rows /= 2;
-  }
+  // Long tasks read K and V less often. But their Q and O have to stay in the outer private cache,
+  // and every thread needs a few of them.
+  constexpr std::int64_t kMaxElements = std::int64_t{1} << 16;
+  const std::int64_t width = shape.head_dim_qk + shape.head_dim_v;
+  const std::int64_t rows = problem.slot_q * group_size(problem);
+  const std::int64_t lists =
+      problem.num_heads_kv * (problem.packed ? 1 : problem.num_seqs);  // of rows
+  const auto too_long = [&](std::int64_t task_rows) {
+    return task_rows * width > kMaxElements ||
+           ceil_div(rows, task_rows) * lists < 4 * std::int64_t{num_threads()};
+  };
+  while (shape.task_rows > kMinTaskRows && too_long(shape.task_rows)) shape.task_rows /= 2;
   return shape;
 }
 

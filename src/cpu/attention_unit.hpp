@@ -70,7 +70,7 @@ struct ForwardTask {
 };
 
 // Rows of a task of the forward pass at most. No result depends on how rows are cut into tasks.
-constexpr std::int64_t kMaxTaskRows = 128;
+constexpr std::int64_t kMaxTaskRows = 256;
 
 // What the size of a worker's scratch memory depends on.
 struct ForwardShape {
