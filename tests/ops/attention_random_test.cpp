@@ -1,5 +1,5 @@
-// Random legal calls through the C ABI, forward and backward, every backend forced by name, judged by
-// section 5 of docs/semantics.md: values, guards around every tensor, inputs unchanged.
+// Random legal calls through the C ABI, forward and backward, every backend forced by name, judged
+// by section 5 of docs/semantics.md: values, guards around every tensor, inputs unchanged.
 #include <gtest/gtest.h>
 
 #include <string>

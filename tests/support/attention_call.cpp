@@ -13,8 +13,8 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// A storage order of the outer axes, with room between rows; inputs may also repeat or run backwards
-// along an axis.
+// A storage order of the outer axes, with room between rows; inputs may also repeat or run
+// backwards along an axis.
 Shape random_strides(const Shape& shape, bool output, Random& random) {
   Shape strides(shape.size(), 1);
   if (shape.empty()) return strides;

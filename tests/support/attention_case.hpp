@@ -1,5 +1,5 @@
-// A call of exact attention as plain values: compact tensors in double, read back from the structs of
-// the C ABI alone, so that nothing of the library's own reading of them is trusted.
+// A call of exact attention as plain values: compact tensors in double, read back from the structs
+// of the C ABI alone, so that nothing of the library's own reading of them is trusted.
 #pragma once
 
 #include <onchip/onchip.h>

@@ -199,9 +199,9 @@ constexpr GradientName kGradients[] = {
     {"dsink", &onchip_attention_backward_args::dsink, &PlainGradients::dsink},
 };
 
-// What accumulation alone may leave where the true gradient cancels. Against the true gradient, also
-// what the rounding of the saved o leaves there: y has its own, but in a tensor of a few elements the
-// two need not be alike.
+// What accumulation alone may leave where the true gradient cancels. Against the true gradient,
+// also what the rounding of the saved o leaves there: y has its own, but in a tensor of a few
+// elements the two need not be alike.
 double cancellation(const AttentionCase& c, const std::string& name, Saved saved) {
   const double dim_v = static_cast<double>(c.head_dim_v);
   const std::int64_t rows = (c.packed ? 1 : c.num_seqs) * c.slot_q;
@@ -224,9 +224,9 @@ double cancellation(const AttentionCase& c, const std::string& name, Saved saved
   return c.dtype == DType::f64 || saved == Saved::own ? bound + ds * std::sqrt(terms) : bound;
 }
 
-// lse reaches backward rounded to fp32, and P = exp(S - lse) turns its absolute error into a relative
-// one of every weight. That exceeds the page's 1e-5 where |lse| is beyond some hundred, whoever
-// computes; in the 16-bit dtypes it vanishes in their own ulp.
+// lse reaches backward rounded to fp32, and P = exp(S - lse) turns its absolute error into a
+// relative one of every weight. That exceeds the page's 1e-5 where |lse| is beyond some hundred,
+// whoever computes; in the 16-bit dtypes it vanishes in their own ulp.
 double lse_rounding(const AttentionCase& c, Saved saved, const std::vector<double>& ref) {
   if (c.dtype != DType::f32 || saved == Saved::given) return 0.0;
   return 0x1p-23 * largest(c.lse.at) * largest(ref);

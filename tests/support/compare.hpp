@@ -17,7 +17,8 @@ std::string disagreement(const std::string& name, const std::vector<double>& got
                          const std::vector<double>& wanted, double bound);
 
 std::string judge(const onchip_attention_forward_args& args);
-// `saved`: whether the truth is the gradient of the forward, or what follows from the given o and lse.
+// `saved`: whether the truth is the gradient of the forward, or what follows from the given o and
+// lse.
 std::string judge(const onchip_attention_backward_args& args, Saved saved = Saved::own);
 std::string judge(const onchip_attention_merge_args& args);
 

@@ -1,6 +1,6 @@
 // Tensors in guarded host memory. Every byte that is no element of the tensor (gaps between strided
-// rows, and the memory around it) holds poison, which reads as NaN, -1 or true; pages that may not be
-// touched follow and precede it.
+// rows, and the memory around it) holds poison, which reads as NaN, -1 or true; pages that may not
+// be touched follow and precede it.
 #pragma once
 
 #include <onchip/onchip.h>
