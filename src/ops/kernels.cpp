@@ -23,6 +23,10 @@ std::string version_text(std::int32_t version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
+std::string capability_text(std::int32_t compute_capability) {
+  return std::to_string(compute_capability / 10) + "." + std::to_string(compute_capability % 10);
+}
+
 }  // namespace
 
 std::string kernels_list(std::string_view filter) {
@@ -101,15 +105,47 @@ void kernels_build(std::string_view filter, std::string_view path) {
   gpu::write_archive(std::string(path), contents);
 }
 
-std::string describe_gpu() {
-  const gpu::GpuReport report = gpu::gpu_report();
+namespace {
+
+// What to show for a backend that needs a device of one compute capability: the devices it would
+// use, or why it takes no call here.
+std::string device_backend(const char* name, std::int32_t compute_capability,
+                           const gpu::GpuReport& report) {
+  std::string usable;
+  for (const gpu::DeviceFacts& device : report.devices) {
+    if (device.compute_capability != compute_capability) continue;
+    if (!usable.empty()) usable += ", ";
+    usable += "cuda:" + std::to_string(device.ordinal) + " (" + device.name + ")";
+  }
+  std::string problem;
+  if (usable.empty()) {
+    problem = report.devices.empty() && !report.driver_problem.empty()
+                  ? report.driver_problem
+                  : "no device of compute capability " + capability_text(compute_capability) +
+                        " among the " + std::to_string(report.devices.size()) + " seen";
+  } else if (!report.nvrtc_problem.empty() && report.archive_count == 0) {
+    problem = report.nvrtc_problem;
+  }
+  return JsonObject()
+      .text("name", name)
+      .raw("available", problem.empty() ? "true" : "false")
+      .text("detail", problem.empty() ? usable : problem)
+      .done();
+}
+
+}  // namespace
+
+std::string describe_gpu_backends(const gpu::GpuReport& report) {
+  return device_backend("cuda.sm90", 90, report);
+}
+
+std::string describe_gpu(const gpu::GpuReport& report) {
   JsonArray devices;
   for (const gpu::DeviceFacts& device : report.devices) {
     devices.add(JsonObject()
+                    .number("ordinal", device.ordinal)
                     .text("name", device.name)
-                    .text("compute_capability", std::to_string(device.compute_capability / 10) +
-                                                    "." +
-                                                    std::to_string(device.compute_capability % 10))
+                    .text("compute_capability", capability_text(device.compute_capability))
                     .number("multiprocessors", device.multiprocessors)
                     .number("shared_bytes_per_block", device.shared_bytes_per_block)
                     .number("l2_bytes", device.l2_bytes)

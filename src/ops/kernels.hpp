@@ -4,6 +4,8 @@
 #include <string>
 #include <string_view>
 
+#include "gpu/kernels/catalog.hpp"
+
 namespace onchip::ops {
 
 // JSON: {"kernels": [{"name", "kernel", "architecture", "spec": {field: value}}, ...]}.
@@ -19,6 +21,10 @@ std::string kernels_resources(std::string_view filter);
 void kernels_build(std::string_view filter, std::string_view path);
 
 // JSON object: driver, devices, NVRTC, kernel cache, archive.
-std::string describe_gpu();
+std::string describe_gpu(const gpu::GpuReport& report);
+
+// JSON objects {"name", "available", "detail"} of the GPU backends, with commas between them:
+// the devices each would use, or why it takes no call.
+std::string describe_gpu_backends(const gpu::GpuReport& report);
 
 }  // namespace onchip::ops

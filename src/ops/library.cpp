@@ -4,6 +4,7 @@
 #include "core/settings.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/cpu_features.hpp"
+#include "gpu/kernels/catalog.hpp"
 #include "ops/json.hpp"
 #include "ops/kernels.hpp"
 #include "ops/operators.hpp"
@@ -34,13 +35,15 @@ std::string describe() {
   json += ", \"threads\": {\"in_use\": " + std::to_string(num_threads()) +
           ", \"available_cpus\": " + std::to_string(available_cpus()) + "}";
   const cpu::IsaChoice isa = cpu::choose_isa(settings());
-  json += ", \"backends\": [{\"name\": \"cpu\", \"available\": ";
+  const gpu::GpuReport report = gpu::gpu_report();
+  json += ", \"backends\": [" + describe_gpu_backends(report);
+  json += ", {\"name\": \"cpu\", \"available\": ";
   json += isa.problem.empty() ? "true" : "false";
   json += ", \"detail\": " +
           json_string(isa.problem.empty() ? cpu::isa_name(isa.isa) : isa.problem.c_str()) + "}";
   json += ", {\"name\": \"reference\", \"available\": true, \"detail\": " +
           json_string("fp64 loops on the CPU") + "}]";
-  json += ", \"gpu\": " + describe_gpu();
+  json += ", \"gpu\": " + describe_gpu(report);
   json += ", \"settings\": [";
   bool first = true;
   for (const SettingRow& row : setting_rows()) {
