@@ -1,7 +1,7 @@
 """From the arguments of an operator in Python to a call of the C library, and back."""
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onchip import _native
@@ -28,10 +28,9 @@ class Operator(NamedTuple):
     outputs: Callable[[Views], list[Output]]
 
 
-def _lse_shape(q: _native.Tensor) -> tuple[int, ...]:
-    """Of a rank that attention does not take, anything: q itself is refused before it is looked
-    at."""
-    shape = q.shape
+def lse_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """By the shape of q. Of a rank that attention does not take, anything: q itself is refused
+    before it is looked at."""
     if len(shape) == 4:
         return (shape[0], shape[2], shape[1])
     if len(shape) == 3:
@@ -48,7 +47,7 @@ def _forward_outputs(views: Views) -> list[Output]:
     lse_dtype = "float64" if q.dtype == "float64" else "float32"
     return [
         Output("o", q.shape[:-1] + v.shape[-1:], q.dtype),
-        Output("lse", _lse_shape(q), lse_dtype),
+        Output("lse", lse_shape(q.shape), lse_dtype),
     ]
 
 
@@ -126,8 +125,10 @@ def _readable(
     return kind.view(op.name, name, kind.contiguous(value), stream)
 
 
-def _prepare(op: Operator, arguments: Arguments, dry: bool) -> Prepared:
-    """The C call with every input in place and a shape for each output.
+def _prepare(
+    op: Operator, arguments: Arguments, dry: bool, unwanted: Sequence[str] = ()
+) -> Prepared:
+    """The C call with every input in place and a shape for each output but the unwanted ones.
 
     dry: the call will not be run, so no large array is copied.
     """
@@ -148,7 +149,7 @@ def _prepare(op: Operator, arguments: Arguments, dry: bool) -> Prepared:
             continue
         # Their values are facts that a plan looks at, so they are copied even in a dry call.
         views[name] = _readable(op, name, kind_of(value), value, stream, copies, False)
-    outputs = op.outputs(views)
+    outputs = [output for output in op.outputs(views) if output.name not in unwanted]
     device = views[first].device
     for output in outputs:
         views[output.name] = _native.shape(
@@ -157,12 +158,12 @@ def _prepare(op: Operator, arguments: Arguments, dry: bool) -> Prepared:
     return Prepared(_native.Call(op.name, {**arguments, **views}), stream, outputs, copies)
 
 
-def run(op: Operator, arguments: Arguments) -> dict[str, Any]:
-    """Runs the call; its results by name."""
+def run(op: Operator, arguments: Arguments, unwanted: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs the call; its results by name, without those unwanted."""
     first = op.arrays[0]
     example = arguments[first]
     kind = result_kind_of(op.name, first, example)
-    prepared = _prepare(op, arguments, dry=False)
+    prepared = _prepare(op, arguments, False, unwanted)
     call = prepared.call
     # Planned with shapes in place of outputs: a call that is refused allocates nothing.
     call.plan()

@@ -69,6 +69,18 @@ def _numpy_dtype(name: str) -> Any:
     return numpy.dtype(name)
 
 
+def _view_by_bytes(op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+    """Of an array of NumPy's dtypes. Those of ml_dtypes travel as integers of their size: neither
+    DLPack nor the buffer protocol of NumPy carries them."""
+    if array.dtype.kind == "V":
+        name = array.dtype.name
+        if name == "bfloat16":
+            return _native.tensor(op, argument, array.view("u2"), name, False, stream)
+        if name == "float8_e4m3fn":
+            return _native.tensor(op, argument, array.view("u1"), "float8_e4m3", False, stream)
+    return _native.tensor(op, argument, array, None, False, stream)
+
+
 class _NumPy(Kind):
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         numpy = sys.modules["numpy"]
@@ -77,14 +89,7 @@ class _NumPy(Kind):
                 f"{op}: {argument}: got a MaskedArray, wanted a plain array "
                 "(its mask would be ignored)"
             )
-        if array.dtype.kind == "V":
-            # ml_dtypes: neither DLPack nor the buffer protocol of NumPy carries these.
-            name = array.dtype.name
-            if name == "bfloat16":
-                return _native.tensor(op, argument, array.view("u2"), name, False, stream)
-            if name == "float8_e4m3fn":
-                return _native.tensor(op, argument, array.view("u1"), "float8_e4m3", False, stream)
-        return _native.tensor(op, argument, array, None, False, stream)
+        return _view_by_bytes(op, argument, array, stream)
 
     def empty(self, shape: Sequence[int], dtype: str, example: Any) -> Any:
         return sys.modules["numpy"].empty(shape, _numpy_dtype(dtype))
@@ -94,22 +99,46 @@ class _NumPy(Kind):
 
 
 class _Jax(_NumPy):
-    """JAX arrays cannot be written: results are computed in NumPy's memory and handed over."""
+    """JAX arrays cannot be written by whoever holds them. On the CPU, results are computed in
+    NumPy's memory and handed over. On a GPU they are computed in new arrays that nobody else has
+    seen, and imported again: JAX then knows which stream they become ready on, and the call waits
+    for that, since JAX may reuse an input's memory as soon as its last holder lets go."""
 
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         return _native.tensor(op, argument, array, None, False, stream)
 
+    def stream(self, example: Any) -> int:
+        if isinstance(example, sys.modules["jax"].core.Tracer):
+            return 0  # refused when it is read
+        device = self._device(example)
+        if device.platform == "cpu":
+            return 0
+        # JAX has no current stream; this is the one on which it takes over foreign work.
+        return int(device.get_stream_for_external_ready_events())
+
     def empty(self, shape: Sequence[int], dtype: str, example: Any) -> Any:
-        platform = next(iter(example.devices())).platform
-        if platform != "cpu":
-            raise Unsupported(
-                f"onchip.ops takes JAX arrays on the CPU (got platform {platform!r}): "
-                "JAX arrays cannot be written, so results elsewhere would need a copy"
-            )
-        return super().empty(shape, dtype, example)
+        device = self._device(example)
+        if device.platform == "cpu":
+            return super().empty(shape, dtype, example)
+        return sys.modules["jax"].numpy.empty(tuple(shape), dtype=dtype, device=device)
+
+    def memory(self, array: Any) -> Any:
+        return super().memory(array) if isinstance(array, sys.modules["numpy"].ndarray) else array
 
     def result(self, array: Any, example: Any) -> Any:
-        return sys.modules["jax"].numpy.asarray(array)
+        jax = sys.modules["jax"]
+        if self._device(example).platform == "cpu":
+            return jax.numpy.asarray(array)
+        return jax.dlpack.from_dlpack(array).block_until_ready()
+
+    def _device(self, array: Any) -> Any:
+        devices = list(array.devices())
+        if len(devices) != 1 or devices[0].platform not in ("cpu", "gpu"):
+            raise Unsupported(
+                "onchip.ops takes JAX arrays on one CPU or GPU device, got devices "
+                + ", ".join(str(device) for device in devices)
+            )
+        return devices[0]
 
 
 class _Torch(Kind):
@@ -119,6 +148,8 @@ class _Torch(Kind):
                 f"{op}: {argument}: got a tensor that requires grad, wanted a detached one "
                 "(onchip.ops has no autograd: call .detach())"
             )
+        if array.is_neg():
+            array = array.resolve_neg()  # its memory holds the negatives
         return _native.tensor(op, argument, array, None, False, stream)
 
     def stream(self, example: Any) -> int:
@@ -136,6 +167,12 @@ class _Torch(Kind):
 
 
 class _CuPy(Kind):
+    def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        return _view_by_bytes(op, argument, array, stream)
+
+    def memory(self, array: Any) -> Any:
+        return array.view("u2") if array.dtype.kind == "V" else array
+
     def stream(self, example: Any) -> int:
         cuda = sys.modules["cupy"].cuda
         with example.device:

@@ -1,8 +1,9 @@
 """The operators, on arrays of any library.
 
-Arrays come from NumPy (with ml_dtypes for bfloat16), PyTorch, JAX on the CPU, CuPy, or any library
-that follows the Python array API; results are arrays of the first argument's library, on its
-device, made by its own allocator. Arrays on a GPU are used on their library's current stream.
+Arrays come from NumPy (with ml_dtypes for bfloat16), PyTorch, JAX, CuPy, or any library that
+follows the Python array API; results are arrays of the first argument's library, on its device,
+made by its own allocator. Arrays on a GPU are used on their library's current stream; JAX has none,
+and a call with its arrays waits for the results.
 Inputs are never written, results never share memory with them, and nothing here is differentiated
 automatically.
 
