@@ -27,8 +27,9 @@ struct AttentionForwardSpec {
 
   static constexpr int kFields = 10;
   constexpr int field(int i) const {
-    const int fields[kFields] = {bf16,       head_dim_qk, head_dim_v,     causal,      varlen,
-                                 warpgroups, tile_n,      q_in_registers, turn_taking, debug_waits};
+    const int fields[kFields] = {int{bf16},        head_dim_qk,     head_dim_v, int{causal},
+                                 int{varlen},      warpgroups,      tile_n,     int{q_in_registers},
+                                 int{turn_taking}, int{debug_waits}};
     return fields[i];
   }
   constexpr bool operator==(const AttentionForwardSpec&) const = default;
@@ -185,7 +186,7 @@ struct AttentionForwardParams {
   int tiles_per_head, heads_per_section, num_tiles;  // not packed
 };
 
-constexpr int attention_forward_ceil_div(int a, int b) { return a / b + (a % b != 0); }
+constexpr int attention_forward_ceil_div(int a, int b) { return a / b + int{a % b != 0}; }
 
 // Bytes of K and V that a wave of tiles should share in the 50 MB L2. 16 MiB and 64 MiB are slower
 // by 2 % and 7 %.
@@ -198,7 +199,8 @@ constexpr AttentionForwardParams attention_forward_params(const AttentionForward
   p.top_left = shape.top_left;
   p.packed = shape.packed;
   p.q_sign = scale < 0 ? 0x80008000u : 0u;
-  p.scale_log2 = static_cast<float>((scale < 0 ? -scale : scale) * 1.4426950408889634074);
+  constexpr double kLog2E = 1.4426950408889634074;  // NOLINT(modernize-use-std-numbers): no headers
+  p.scale_log2 = static_cast<float>((scale < 0 ? -scale : scale) * kLog2E);
   // With 0 a masked score would become -inf * 0. The smallest number leaves every score at 0.
   if (p.scale_log2 == 0.0f) p.scale_log2 = 1.4e-45f;
   p.num_seqs = shape.batch;
@@ -249,8 +251,8 @@ constexpr int attention_forward_grid(const AttentionForwardSpec& spec,
 
 // ---- tensor maps
 
-// q, k, v or o in device memory, [batch, rows, heads, head_dim] of 16-bit elements, strides in bytes.
-// Packed: batch 1, its stride is not looked at.
+// q, k, v or o in device memory, [batch, rows, heads, head_dim] of 16-bit elements, strides in
+// bytes. Packed: batch 1, its stride is not looked at.
 struct AttentionForwardTensor {
   unsigned long long address;
   long long batch_stride, row_stride, head_stride;
@@ -268,8 +270,8 @@ enum class AttentionForwardOperand { q, k, v, o };
 
 // cuTensorMapEncodeTiled(map, FLOAT16 or BFLOAT16, 5, address, dims, strides, box, {1, 1, 1, 1, 1},
 // INTERLEAVE_NONE, SWIZZLE_128B, L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE).
-// Axes: column, row, head, batch, end. Row r of a sequence that begins at row b of the tensor and of
-// which n rows may be seen has row coordinate rows - n + r and, with varlen, end coordinate b + n
+// Axes: column, row, head, batch, end. Row r of a sequence that begins at row b of the tensor and
+// of which n rows may be seen has row coordinate rows - n + r and, with varlen, end coordinate b + n
 // over an address moved back by `rows` rows: the sum addresses row b + r, and the row axis ends
 // exactly behind the sequence's last row. So loads fill rows past it with zeros and stores drop
 // them, whatever the tensor holds there. Without varlen: row r, end 0.
