@@ -1,5 +1,5 @@
-// The runtime on a real device: compile, load, launch, contexts, threads, capture. Each test runs in
-// a process of its own, since a forked process cannot use a driver that its parent started.
+// The runtime on a real device: compile, load, launch, contexts, threads, capture. Each test runs
+// in a process of its own, since a forked process cannot use a driver that its parent started.
 #include <dlfcn.h>
 
 #include <gtest/gtest.h>

@@ -309,8 +309,8 @@ std::array<DeviceLengths, 4> place_lengths(const gpu::Driver& driver,
 
 // The number under which a launch opens its counter: even, and not in the workspace already, where
 // anything may lie, but for a chance of 2^-63. The time, through the finaliser of splitmix64
-// (Steele et al., "Fast splittable pseudorandom number generators", 2014). A launch that is captured keeps
-// its number: every replay leaves the counter closed.
+// (Steele et al., "Fast splittable pseudorandom number generators", 2014). A launch that is
+// captured keeps its number: every replay leaves the counter closed.
 unsigned long long launch_number() {
   auto x = static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
   x += 0x9e3779b97f4a7c15u;

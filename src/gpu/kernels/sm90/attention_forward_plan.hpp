@@ -271,8 +271,8 @@ enum class AttentionForwardOperand { q, k, v, o };
 // cuTensorMapEncodeTiled(map, FLOAT16 or BFLOAT16, 5, address, dims, strides, box, {1, 1, 1, 1, 1},
 // INTERLEAVE_NONE, SWIZZLE_128B, L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE).
 // Axes: column, row, head, batch, end. Row r of a sequence that begins at row b of the tensor and
-// of which n rows may be seen has row coordinate rows - n + r and, with varlen, end coordinate
-// b + n over an address moved back by `rows` rows: the sum addresses row b + r, and the row axis ends
+// of which n rows may be seen has row coordinate rows - n + r and, with varlen, end coordinate b +
+// n over an address moved back by `rows` rows: the sum addresses row b + r, and the row axis ends
 // exactly behind the sequence's last row. So loads fill rows past it with zeros and stores drop
 // them, whatever the tensor holds there. Without varlen: row r, end 0.
 struct AttentionForwardMap {
