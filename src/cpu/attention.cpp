@@ -27,10 +27,10 @@ struct Unit {
   const char* merge_name;
 };
 
-#define ONCHIP_CPU_UNIT(isa)                                                        \
-  Unit {                                                                            \
-    isa::attention_forward_scratch_bytes, isa::attention_forward,                   \
-        isa::attention_merge_row, "attention_forward/" #isa, "attention_merge/" #isa \
+#define ONCHIP_CPU_UNIT(isa)                                                                \
+  Unit {                                                                                    \
+    isa::attention_forward_scratch_bytes, isa::attention_forward, isa::attention_merge_row, \
+        "attention_forward/" #isa, "attention_merge/" #isa                                  \
   }
 
 // Only of an instruction set that is available.
@@ -132,9 +132,7 @@ class TaskTable {
 
  private:
   std::int64_t group_rows(const SequenceRange& s) const { return s.q_len * group_size(problem_); }
-  std::int64_t blocks(const SequenceRange& s) const {
-    return ceil_div(group_rows(s), task_rows_);
-  }
+  std::int64_t blocks(const SequenceRange& s) const { return ceil_div(group_rows(s), task_rows_); }
 
   const AttentionForwardProblem& problem_;
   std::int64_t task_rows_;
@@ -148,8 +146,12 @@ UnitRows unit_rows(const RowsView& rows, std::int64_t batch, std::int64_t row, s
 
 UnitScores unit_scores(const ScoresView& scores, std::int64_t sequence, std::int64_t head) {
   if (scores.data == nullptr) return {};
-  return {scores.at(sequence, head, 0, 0), scores.dtype, scores.head_stride, scores.row_stride,
-          scores.column_stride};
+  return {scores.at(sequence, head, 0, 0),
+          scores.dtype,
+          scores.head_stride,
+          scores.row_stride,
+          scores.column_stride,
+          scores.column_stride == dtype_size(scores.dtype)};
 }
 
 UnitHeadScalars unit_head_scalars(const HeadScalarsView& scalars, std::int64_t sequence,
@@ -218,19 +220,19 @@ ForwardTask TaskTable::task(std::int64_t index) const {
 }
 
 void clear_slack(const AttentionForwardProblem& problem) {
-  const auto row_bytes =
-      static_cast<std::size_t>(problem.head_dim_v * dtype_size(problem.dtype));
-  for_each_slack(problem, RowAxis::q, [&](std::int64_t batch, std::int64_t begin,
-                                          std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      for (std::int64_t head = 0; head < problem.num_heads_q; ++head) {
-        if (row_bytes > 0) std::memset(problem.o.at(batch, row, head), 0, row_bytes);
-        if (problem.lse.wanted) {
-          store_from_double(problem.lse.at(batch, row, head), problem.lse.dtype, kMinusInfinity);
-        }
-      }
-    }
-  });
+  const auto row_bytes = static_cast<std::size_t>(problem.head_dim_v * dtype_size(problem.dtype));
+  for_each_slack(problem, RowAxis::q,
+                 [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t row = begin; row < end; ++row) {
+                     for (std::int64_t head = 0; head < problem.num_heads_q; ++head) {
+                       if (row_bytes > 0) std::memset(problem.o.at(batch, row, head), 0, row_bytes);
+                       if (problem.lse.wanted) {
+                         store_from_double(problem.lse.at(batch, row, head), problem.lse.dtype,
+                                           kMinusInfinity);
+                       }
+                     }
+                   }
+                 });
 }
 
 // A cap that fp32 takes for 0 or infinity would mean another function.
@@ -262,9 +264,8 @@ PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
   // From shapes alone: the lengths may have changed when the plan is run. More workers than tasks
   // would only cost memory.
   const std::int64_t rows = problem.slot_q * group_size(problem);
-  const std::int64_t per_head =
-      problem.packed ? ceil_div(rows, shape.task_rows) + problem.num_seqs
-                     : ceil_div(rows, shape.task_rows) * problem.num_seqs;
+  const std::int64_t per_head = problem.packed ? ceil_div(rows, shape.task_rows) + problem.num_seqs
+                                               : ceil_div(rows, shape.task_rows) * problem.num_seqs;
   const std::int32_t workers =
       workers_for(per_head > num_threads() ? per_head : per_head * problem.num_heads_kv);
   const std::size_t scratch = rounded_up(unit.forward_scratch_bytes(shape));

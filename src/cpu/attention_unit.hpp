@@ -23,6 +23,7 @@ struct UnitScores {
   std::int64_t head_stride = 0;
   std::int64_t row_stride = 0;
   std::int64_t column_stride = 0;
+  bool dense_columns = false;  // neighbours lie side by side
 };
 
 // One number a head in the group; data is NULL where there is no such tensor.
@@ -51,9 +52,9 @@ struct ForwardTask {
   UnitRows lse;  // data NULL: not wanted
 
   double scale = 1.0;
-  double softcap = 0.0;                // 0: none
-  std::int64_t diagonal_offset = 0;    // row i stands at key i + diagonal_offset
-  std::int64_t window_left = -1;       // -1: no bound
+  double softcap = 0.0;              // 0: none
+  std::int64_t diagonal_offset = 0;  // row i stands at key i + diagonal_offset
+  std::int64_t window_left = -1;     // -1: no bound
   std::int64_t window_right = -1;
   UnitScores bias;
   UnitScores mask;
@@ -94,10 +95,10 @@ struct MergeRow {
 
 constexpr std::size_t kScratchAlignment = 64;
 
-#define ONCHIP_CPU_DECLARE_UNIT(isa)                                               \
-  namespace isa {                                                                  \
-  std::size_t attention_forward_scratch_bytes(const ForwardShape& shape);          \
-  void attention_forward(const ForwardTask& task, std::byte* scratch);             \
+#define ONCHIP_CPU_DECLARE_UNIT(isa)                                                 \
+  namespace isa {                                                                    \
+  std::size_t attention_forward_scratch_bytes(const ForwardShape& shape);            \
+  void attention_forward(const ForwardTask& task, std::byte* scratch);               \
   void attention_merge_row(DType dtype, std::int64_t head_dim, const MergeRow& row); \
   }
 

@@ -39,8 +39,7 @@ Features detect() {
   const std::uint64_t state = saved_state();
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return features;
   features.avx2 = (ebx & kAvx2) != 0 && (state & kYmmState) == kYmmState;
-  features.avx512 =
-      features.avx2 && (ebx & kAvx512) == kAvx512 && (state & kZmmState) == kZmmState;
+  features.avx512 = features.avx2 && (ebx & kAvx512) == kAvx512 && (state & kZmmState) == kZmmState;
   return features;
 }
 

@@ -90,8 +90,8 @@ TEST_P(ForwardOn, RandomLongCalls) {
 TEST_P(ForwardOn, HeadDims) {
   Random random(7);
   for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
-    for (const std::int64_t dim : {0, 1, 3, 7, 8, 12, 16, 20, 33, 64, 96, 100, 128, 136, 256, 512,
-                                   576}) {
+    for (const std::int64_t dim :
+         {0, 1, 3, 7, 8, 12, 16, 20, 33, 64, 96, 100, 128, 136, 256, 512, 576}) {
       for (const std::int64_t dim_v : {dim, std::int64_t{1}, std::int64_t{65}}) {
         AttentionSpec spec;
         spec.dtype = dtype;
