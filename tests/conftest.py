@@ -16,7 +16,7 @@ _COMMON = dict(
 )
 # The same examples every time: a run that was green stays green until code changes.
 settings.register_profile("short", max_examples=50, derandomize=True, database=None, **_COMMON)
-settings.register_profile("long", max_examples=1500, phases=tuple(Phase), **_COMMON)
+settings.register_profile("long", max_examples=600, phases=tuple(Phase), **_COMMON)
 
 
 def pytest_addoption(parser):
@@ -48,12 +48,21 @@ def _poison_outputs_and_workspace():
 
 
 def pytest_generate_tests(metafunc):
-    """`backend` runs a test on every backend, `grad_backend` on those that have a backward."""
-    if "backend" in metafunc.fixturenames:
-        from harness import BACKENDS
+    """`backend` runs a test on every backend, `grad_backend` on those that have a backward,
+    `merge_backend` on those that have merge."""
+    import harness
 
-        metafunc.parametrize("backend", BACKENDS)
-    if "grad_backend" in metafunc.fixturenames:
-        from harness import BACKWARD_BACKENDS
+    for name, backends in (
+        ("backend", harness.BACKENDS),
+        ("grad_backend", harness.BACKWARD_BACKENDS),
+        ("merge_backend", harness.MERGE_BACKENDS),
+    ):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, backends)
 
-        metafunc.parametrize("grad_backend", BACKWARD_BACKENDS)
+
+def pytest_runtest_setup(item):
+    import harness
+
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    harness.current_backend = parameters.get("backend")
