@@ -77,7 +77,7 @@ std::size_t rounded_up(std::size_t bytes) {
   return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
 }
 
-// ---- forward -------------------------------------------------------------------------------------
+// ---- forward ------------------------------------------------------------------------------------
 
 std::int64_t group_size(const AttentionProblem& problem) {
   return problem.num_heads_kv == 0 ? 0 : problem.num_heads_q / problem.num_heads_kv;
@@ -246,7 +246,9 @@ bool fits_fp32(const AttentionOptions& options) {
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
                                   const Settings& settings) {
-  if (std::string reason = unsupported(problem, settings); !reason.empty()) return Reject{reason};
+  if (const std::string reason = unsupported(problem, settings); !reason.empty()) {
+    return Reject{reason};
+  }
   if (problem.options.tf32) return Reject{"precision tf32: this backend keeps float32 exact"};
   if (problem.dtype != DType::f64 && !fits_fp32(problem.options)) {
     return Reject{"scale or softcap outside float32, in which this backend computes"};
@@ -299,7 +301,7 @@ void run_attention_forward(const BackendPlan& plan, const AttentionForwardProble
   clear_slack(problem);
 }
 
-// ---- backward ------------------------------------------------------------------------------------
+// ---- backward -----------------------------------------------------------------------------------
 
 PlanResult plan_attention_backward(const AttentionBackwardProblem&) {
   return Reject{"backward is not in this backend yet: use reference"};
@@ -310,7 +312,7 @@ void run_attention_backward(const BackendPlan&, const AttentionBackwardProblem& 
   throw Error(ONCHIP_INTERNAL, std::string(problem.op) + ": cpu never plans a backward");
 }
 
-// ---- merge ---------------------------------------------------------------------------------------
+// ---- merge --------------------------------------------------------------------------------------
 
 namespace {
 
@@ -342,7 +344,9 @@ void merge_row(const Unit& unit, const AttentionMergeProblem& problem, std::int6
 }  // namespace
 
 PlanResult plan_attention_merge(const AttentionMergeProblem& problem, const Settings& settings) {
-  if (std::string reason = unsupported(problem, settings); !reason.empty()) return Reject{reason};
+  if (const std::string reason = unsupported(problem, settings); !reason.empty()) {
+    return Reject{reason};
+  }
   const IsaChoice choice = choose_isa(settings);
   if (!choice.problem.empty()) return Reject{choice.problem};
   BackendPlan plan;

@@ -2,13 +2,13 @@
 // Gimelshein 2018; Dao et al. 2022, Algorithm 1). Compiled once per instruction set.
 //
 // Query rows lie on the lanes of the vectors, keys and channels on registers and loops: S^T = K Q^T
-// and O^T = V^T P^T. K and V are then read as they lie in memory, one number at a time and broadcast;
-// row maxima, sums and masks need no operation across lanes; only Q and O are transposed, once a task.
-// A panel is 1 or 2 vectors of rows.
+// and O^T = V^T P^T. K and V are then read as they lie in memory, one number at a time and
+// broadcast; row maxima, sums and masks need no operation across lanes; only Q and O are
+// transposed, once a task. A panel is 1 or 2 vectors of rows.
 //
 // A row's bits depend on its own query, keys and options alone: key tiles start at multiples of
-// kTileKeys from key 0, every sum runs over keys or channels in order, and a key that a row does not
-// see adds exactly 0 to it. How rows are cut into panels and tasks does not show.
+// kTileKeys from key 0, every sum runs over keys or channels in order, and a key that a row does
+// not see adds exactly 0 to it. How rows are cut into panels and tasks does not show.
 #include "cpu/attention_rows.hpp"
 #include "cpu/attention_unit.hpp"
 #include "cpu/score_adjustments.hpp"
@@ -73,7 +73,7 @@ struct Scratch {
   static std::int64_t o_rows(std::int64_t head_dim_v) { return head_dim_v + kTailRows - 1; }
 };
 
-// ---- softmax -------------------------------------------------------------------------------------
+// ---- softmax ------------------------------------------------------------------------------------
 
 // One panel's view of one tile.
 template <typename T>
@@ -88,8 +88,9 @@ struct PanelTile {
   T softcap = T{0};           // 0: none
 };
 
-// Scores in s_t become probabilities relative to the new maximum. Keys that no row sees are left out:
-// the others move up, and so do their rows' addresses, from v to seen_v. Returns how many they are.
+// Scores in s_t become probabilities relative to the new maximum. Keys that no row sees are left
+// out: the others move up, and so do their rows' addresses, from v to seen_v. Returns how many they
+// are.
 template <typename T, int kVectors, bool kPlain>
 [[gnu::noinline]] int softmax_tile(const PanelTile<T>& tile, T* s_t, T* running_max, T* running_sum,
                                    const T* const* v, const T** seen_v, Vec<T> (&alpha)[kVectors]) {
@@ -144,8 +145,8 @@ template <typename T, int kVectors, bool kPlain>
     S::store(running_max + i * kCount, maximum[i]);
   });
 
-  // The difference comes before the factor log2(e): a score near the largest finite number, which an
-  // additive mask makes, would overflow.
+  // The difference comes before the factor log2(e): a score near the largest finite number, which
+  // an additive mask makes, would overflow.
   int count = 0;
   for (int j = tile.begin; j < tile.end; ++j) {
     if constexpr (!kPlain) {
@@ -171,7 +172,7 @@ template <typename T, int kVectors, bool kPlain>
   return count;
 }
 
-// ---- a task --------------------------------------------------------------------------------------
+// ---- a task -------------------------------------------------------------------------------------
 
 template <typename T>
 struct Panel {
@@ -244,7 +245,8 @@ void attend(const ForwardTask& task, const RowTable& rows, Panel<T>& panel, std:
   }
 }
 
-// The used rows of a tile, in place where they lie densely in the type of the arithmetic, else copied.
+// The used rows of a tile, in place where they lie densely in the type of the arithmetic, else
+// copied.
 template <DType kStored, typename T>
 Tile<T> tile_of(const UnitRows& rows, std::int64_t dim, std::int64_t key, int begin, int end,
                 T* buffer, std::int64_t buffer_stride) {
@@ -275,7 +277,7 @@ void store_lse(const ForwardTask& task, const RowTable& rows, const Panel<T>& pa
 
 template <DType kStored>
 void forward(const ForwardTask& task, std::byte* memory) {
-  using T = typename Arithmetic<kStored>::T;
+  using T = Arithmetic<kStored>::T;
   constexpr int kCount = kLanes<T>;
   constexpr int kRows = kPanelRows<T>;
   static_assert(kMaxTaskRows % kRows == 0);
@@ -287,7 +289,7 @@ void forward(const ForwardTask& task, std::byte* memory) {
                 memory);
   if (!adjusts) scratch.adjust = nullptr;
 
-  RowTable rows;
+  RowTable rows{};
   Panel<T> panels[kMaxTaskRows / kRows];
   const auto num_panels = static_cast<int>((num_rows + kRows - 1) / kRows);
   fill_rows(task, std::int64_t{num_panels} * kRows, rows);
@@ -370,13 +372,17 @@ std::size_t attention_forward_scratch_bytes(const ForwardShape& shape) {
 void attention_forward(const ForwardTask& task, std::byte* scratch) {
   switch (task.dtype) {
     case DType::f64:
-      return forward<DType::f64>(task, scratch);
+      forward<DType::f64>(task, scratch);
+      return;
     case DType::f32:
-      return forward<DType::f32>(task, scratch);
+      forward<DType::f32>(task, scratch);
+      return;
     case DType::bf16:
-      return forward<DType::bf16>(task, scratch);
+      forward<DType::bf16>(task, scratch);
+      return;
     case DType::f16:
-      return forward<DType::f16>(task, scratch);
+      forward<DType::f16>(task, scratch);
+      return;
     default:
       return;
   }

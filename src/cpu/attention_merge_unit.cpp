@@ -7,7 +7,7 @@ namespace {
 
 template <DType kStored>
 void merge_row(std::int64_t head_dim, const MergeRow& row) {
-  using T = typename Arithmetic<kStored>::T;
+  using T = Arithmetic<kStored>::T;
   using S = Simd<T>;
   constexpr std::int64_t kSize = sizeof(typename Arithmetic<kStored>::Element);
   const Vec<T> weight1 = S::broadcast(static_cast<T>(row.weight1));
@@ -27,13 +27,17 @@ void merge_row(std::int64_t head_dim, const MergeRow& row) {
 void attention_merge_row(DType dtype, std::int64_t head_dim, const MergeRow& row) {
   switch (dtype) {
     case DType::f64:
-      return merge_row<DType::f64>(head_dim, row);
+      merge_row<DType::f64>(head_dim, row);
+      return;
     case DType::f32:
-      return merge_row<DType::f32>(head_dim, row);
+      merge_row<DType::f32>(head_dim, row);
+      return;
     case DType::bf16:
-      return merge_row<DType::bf16>(head_dim, row);
+      merge_row<DType::bf16>(head_dim, row);
+      return;
     case DType::f16:
-      return merge_row<DType::f16>(head_dim, row);
+      merge_row<DType::f16>(head_dim, row);
+      return;
     default:
       return;
   }

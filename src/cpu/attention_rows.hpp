@@ -1,5 +1,5 @@
-// The query rows of a task of attention: where they lie, which keys they may see, how they get onto the
-// lanes of vectors and back.
+// The query rows of a task of attention: where they lie, which keys they may see, how they get onto
+// the lanes of vectors and back.
 #pragma once
 
 #include "cpu/attention_unit.hpp"
@@ -8,8 +8,8 @@
 namespace onchip::cpu::ONCHIP_CPU_ISA {
 namespace {
 
-// Position and limits of each row of a task. Rows past the last one repeat it, so that they see what
-// it sees and nothing more.
+// Position and limits of each row of a task. Rows past the last one repeat it, so that they see
+// what it sees and nothing more.
 struct RowTable {
   std::int64_t head[kMaxTaskRows];  // in the group
   std::int64_t position[kMaxTaskRows];

@@ -1,5 +1,5 @@
-// What the host side of CPU attention hands to the code compiled once per instruction set: plain data
-// only, because a function shared between the two could be linked from the wrong copy.
+// What the host side of CPU attention hands to the code compiled once per instruction set: plain
+// data only, because a function shared between the two could be linked from the wrong copy.
 #pragma once
 
 #include <cstddef>

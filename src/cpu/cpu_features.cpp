@@ -21,6 +21,7 @@ struct Features {
 std::uint64_t saved_state() {
   std::uint32_t low = 0;
   std::uint32_t high = 0;
+  // NOLINTNEXTLINE(portability-no-assembler): the builtin wants all of the file compiled for AVX.
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (std::uint64_t{high} << 32) | low;
 }
@@ -50,15 +51,8 @@ Features detect() { return {}; }
 #endif
 
 bool is_built(Isa isa) {
-  switch (isa) {
-    case Isa::portable:
-      return true;
-    case Isa::avx2:
-      return ONCHIP_CPU_HAS_AVX2 != 0;
-    case Isa::avx512:
-      return ONCHIP_CPU_HAS_AVX512 != 0;
-  }
-  return false;
+  return isa == Isa::portable || (isa == Isa::avx2 && ONCHIP_CPU_HAS_AVX2 != 0) ||
+         (isa == Isa::avx512 && ONCHIP_CPU_HAS_AVX512 != 0);
 }
 
 bool is_offered(Isa isa) {

@@ -1,5 +1,5 @@
-// Everything that is added to the scores of a tile or hides some of them, and the dropout mask, laid out
-// as the scores are: one row of lanes a key.
+// Everything that is added to the scores of a tile or hides some of them, and the dropout mask,
+// laid out as the scores are: one row of lanes a key.
 #pragma once
 
 #include "cpu/attention_rows.hpp"
@@ -56,16 +56,20 @@ void load_bias(const ForwardTask& task, const RowTable& rows, const PanelKeys& k
   if (scores.dense_columns) {
     if constexpr (sizeof(T) == sizeof(double)) {
       if (scores.dtype == DType::f64) {
-        return load_bias_squares<DType::f64, T, kRows>(bias, count, adjust);
+        load_bias_squares<DType::f64, T, kRows>(bias, count, adjust);
+        return;
       }
     } else {
       switch (scores.dtype) {
         case DType::f32:
-          return load_bias_squares<DType::f32, T, kRows>(bias, count, adjust);
+          load_bias_squares<DType::f32, T, kRows>(bias, count, adjust);
+          return;
         case DType::bf16:
-          return load_bias_squares<DType::bf16, T, kRows>(bias, count, adjust);
+          load_bias_squares<DType::bf16, T, kRows>(bias, count, adjust);
+          return;
         case DType::f16:
-          return load_bias_squares<DType::f16, T, kRows>(bias, count, adjust);
+          load_bias_squares<DType::f16, T, kRows>(bias, count, adjust);
+          return;
         default:
           break;
       }
@@ -158,8 +162,8 @@ void fill_adjustments(const ForwardTask& task, const RowTable& rows, const Panel
   if (task.q_segment_ids.data != nullptr) exclude_other_segments<T, kRows>(task, rows, keys, from);
 }
 
-// keep[j][lane] = 1, or 0 where the pair is dropped, for whole groups of 16 keys around the used ones:
-// the blocks of core/philox.hpp, one lane a query row. Tiles start at multiples of 16.
+// keep[j][lane] = 1, or 0 where the pair is dropped, for whole groups of 16 keys around the used
+// ones: the blocks of core/philox.hpp, one lane a query row. Tiles start at multiples of 16.
 template <typename T, int kRows>
 void fill_dropout(const ForwardTask& task, const RowTable& rows, const PanelKeys& keys, T* keep) {
   std::uint32_t stream[kRows];

@@ -1,8 +1,8 @@
 // Vectors of fp32 and fp64 for one instruction set: the only file with intrinsics.
 //
-// A file that includes this one is compiled once per instruction set with ONCHIP_CPU_ISA = portable,
-// avx2 or avx512. Everything here has internal linkage, so that no copy made for one instruction set
-// can stand in for another at link time.
+// A file that includes this one is compiled once per instruction set with ONCHIP_CPU_ISA =
+// portable, avx2 or avx512. Everything here has internal linkage, so that no copy made for one
+// instruction set can stand in for another at link time.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@
 namespace onchip::cpu::ONCHIP_CPU_ISA {
 namespace {
 
-// ---- compile-time loops --------------------------------------------------------------------------
+// ---- compile-time loops -------------------------------------------------------------------------
 
 template <int kValue>
 struct Index {
@@ -59,7 +59,7 @@ ONCHIP_INLINE void unroll(F&& f) {
   unroll_list(f, typename MakeIndexList<kCount>::Type{});
 }
 
-// ---- vectors -------------------------------------------------------------------------------------
+// ---- vectors ------------------------------------------------------------------------------------
 
 template <typename T>
 struct Bits;
@@ -78,9 +78,9 @@ struct Bits<double> {
 template <typename T, int kBytes>
 struct VectorBase {
   static constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
-  typedef T Vec __attribute__((vector_size(kBytes)));
-  typedef typename Bits<T>::Signed Signed __attribute__((vector_size(kBytes)));
-  typedef typename Bits<T>::Unsigned Unsigned __attribute__((vector_size(kBytes)));
+  using Vec [[gnu::vector_size(kBytes)]] = T;
+  using Signed [[gnu::vector_size(kBytes)]] = Bits<T>::Signed;
+  using Unsigned [[gnu::vector_size(kBytes)]] = Bits<T>::Unsigned;
 
   static ONCHIP_INLINE Vec load(const T* from) {
     Vec x;
@@ -210,14 +210,14 @@ struct Simd<double> : VectorBase<double, 64> {
 #endif
 
 template <typename T>
-using Vec = typename Simd<T>::Vec;
+using Vec = Simd<T>::Vec;
 template <typename T>
 inline constexpr int kLanes = Simd<T>::kLanes;
 
 template <typename T>
 inline constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
-// ---- exp2 ----------------------------------------------------------------------------------------
+// ---- exp2 ---------------------------------------------------------------------------------------
 
 template <typename T>
 struct Exp2;
@@ -248,8 +248,8 @@ struct Exp2<double> {
       0.2402265069591013126,     0.69314718055994532581};
 };
 
-// 2^x for x <= 0, within 1.5 ulp; below 2^-126 (fp64: 2^-1022) exactly 0, so also for -inf; exactly 1
-// at 0; NaN stays NaN.
+// 2^x for x <= 0, within 1.5 ulp; below 2^-126 (fp64: 2^-1022) exactly 0, so also for -inf; exactly
+// 1 at 0; NaN stays NaN.
 template <typename T>
 ONCHIP_INLINE Vec<T> exp2(Vec<T> x) {
   using S = Simd<T>;
@@ -275,7 +275,7 @@ ONCHIP_INLINE Vec<T> exp2(Vec<T> x) {
 #endif
 }
 
-// ---- tanh ----------------------------------------------------------------------------------------
+// ---- tanh ---------------------------------------------------------------------------------------
 
 template <typename T>
 struct Tanh;
@@ -322,11 +322,11 @@ ONCHIP_INLINE Vec<T> tanh(Vec<T> x) {
   return S::select(is_near, near_zero, S::select(negative, -far, far));
 }
 
-// ---- 16-bit floats -------------------------------------------------------------------------------
+// ---- 16-bit floats ------------------------------------------------------------------------------
 
 constexpr int kFloatLanes = kLanes<float>;
-typedef std::uint16_t Halves __attribute__((vector_size(2 * kFloatLanes)));
-typedef Simd<float>::Unsigned Words;
+using Halves [[gnu::vector_size(2 * kFloatLanes)]] = std::uint16_t;
+using Words = Simd<float>::Unsigned;
 
 ONCHIP_INLINE Vec<float> from_bf16(Halves x) {
   return (Vec<float>)(__builtin_convertvector(x, Words) << 16);
@@ -373,7 +373,7 @@ ONCHIP_INLINE Halves to_f16(Vec<float> x) {
 
 #endif
 
-// ---- elements in memory --------------------------------------------------------------------------
+// ---- elements in memory -------------------------------------------------------------------------
 
 // The arithmetic of a stored type.
 template <DType kStored>
@@ -418,7 +418,7 @@ ONCHIP_INLINE void store_vector(std::byte* to, Vec<typename Arithmetic<kStored>:
 // The first `count` lanes, at least one; the others are 0 and their memory is not touched.
 template <DType kStored>
 ONCHIP_INLINE Vec<typename Arithmetic<kStored>::T> load_vector(const std::byte* from, int count) {
-  using Element = typename Arithmetic<kStored>::Element;
+  using Element = Arithmetic<kStored>::Element;
   constexpr int kCount = kLanes<typename Arithmetic<kStored>::T>;
   if (count == kCount) return load_vector<kStored>(from);
   Element buffer[kCount] = {};
@@ -428,7 +428,7 @@ ONCHIP_INLINE Vec<typename Arithmetic<kStored>::T> load_vector(const std::byte* 
 
 template <DType kStored>
 ONCHIP_INLINE void store_vector(std::byte* to, Vec<typename Arithmetic<kStored>::T> x, int count) {
-  using Element = typename Arithmetic<kStored>::Element;
+  using Element = Arithmetic<kStored>::Element;
   constexpr int kCount = kLanes<typename Arithmetic<kStored>::T>;
   if (count == kCount) {
     store_vector<kStored>(to, x);
@@ -439,7 +439,7 @@ ONCHIP_INLINE void store_vector(std::byte* to, Vec<typename Arithmetic<kStored>:
   std::memcpy(to, buffer, static_cast<std::size_t>(count) * sizeof(Element));
 }
 
-// ---- transposition -------------------------------------------------------------------------------
+// ---- transposition ------------------------------------------------------------------------------
 
 template <typename T, int... kI>
 ONCHIP_INLINE Vec<T> interleave_low(Vec<T> a, Vec<T> b, IndexList<kI...>) {
@@ -452,14 +452,13 @@ ONCHIP_INLINE Vec<T> interleave_high(Vec<T> a, Vec<T> b, IndexList<kI...>) {
   return __builtin_shufflevector(a, b, (kCount / 2 + kI / 2 + kI % 2 * kCount)...);
 }
 
-// The square of kLanes<T> rows, in place. Interleaving row i with row i + kLanes / 2 moves one bit of
-// the row number into the column number; log2(kLanes) rounds move them all.
+// The square of kLanes<T> rows, in place. Interleaving row i with row i + kLanes / 2 moves one bit
+// of the row number into the column number; log2(kLanes) rounds move them all.
 template <typename T>
 ONCHIP_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int kCount = kLanes<T>;
-  using Lanes = typename MakeIndexList<kCount>::Type;
-  constexpr int kRounds = kCount == 16 ? 4 : kCount == 8 ? 3 : kCount == 4 ? 2 : 1;
-  static_assert(1 << kRounds == kCount);
+  using Lanes = MakeIndexList<kCount>::Type;
+  constexpr int kRounds = __builtin_ctz(kCount);
   unroll<kRounds>([&](auto) {
     Vec<T> mixed[kCount];
     unroll<kCount / 2>([&](auto i) {

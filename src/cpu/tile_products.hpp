@@ -1,5 +1,5 @@
-// The two matrix products of attention on one tile of keys and one panel of query rows, S^T = K Q^T and
-// O^T += V^T P^T: register tiles of broadcast keys or channels times vectors of query rows.
+// The two matrix products of attention on one tile of keys and one panel of query rows, S^T = K Q^T
+// and O^T += V^T P^T: register tiles of broadcast keys or channels times vectors of query rows.
 #pragma once
 
 #include "cpu/attention_rows.hpp"
@@ -8,8 +8,8 @@
 namespace onchip::cpu::ONCHIP_CPU_ISA {
 namespace {
 
-// Rows of the register tile: kRegisterRows x kPanelVectors accumulators, kPanelVectors operands and a
-// broadcast fill 27 of AVX-512's 32 registers, 15 of 16 elsewhere.
+// Rows of the register tile: kRegisterRows x kPanelVectors accumulators, kPanelVectors operands and
+// a broadcast fill 27 of AVX-512's 32 registers, 15 of 16 elsewhere.
 constexpr int kPanelVectors = 2;
 constexpr int kRegisterRows = ONCHIP_CPU_LEVEL == 2 ? 12 : 6;
 constexpr int kTailRows = 4;
@@ -39,8 +39,8 @@ template <typename T, int kVectors>
   });
 }
 
-// The last keys of a range: kTailRows of them, of which only the first `count` exist. The rows of s_t
-// past them are written but never read.
+// The last keys of a range: kTailRows of them, of which only the first `count` exist. The rows of
+// s_t past them are written but never read.
 template <typename T, int kVectors>
 [[gnu::noinline]] void score_tail(const T* q_t, std::int64_t head_dim, const T* k,
                                   std::int64_t k_stride, int count, T* s_t) {

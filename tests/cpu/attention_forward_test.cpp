@@ -1,5 +1,5 @@
-// The CPU forward on every instruction set: random calls against section 5 of docs/semantics.md, and
-// what must hold bit for bit.
+// The CPU forward on every instruction set: random calls against section 5 of docs/semantics.md,
+// and what must hold bit for bit.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Planning and running the CPU backend with one instruction set, whatever the process's settings say.
+// Planning and running the CPU backend with one instruction set, whatever the process's settings
+// say.
 #pragma once
 
 #include <gtest/gtest.h>
