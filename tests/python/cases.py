@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from harness import DTYPES, draw
+from harness import DTYPES, draw, on_gpu
 from hypothesis import strategies as st
 from oracle import compare
+
+import gpu
 
 PER_PAIR = ("bias", "mask")
 SEGMENTS = ("q_segment_ids", "kv_segment_ids")
@@ -55,7 +57,13 @@ def _lengths(rng, num_seqs, longest):
 
 @st.composite
 def cases(draw_from, dtypes=tuple(DTYPES), longest=None, packed=None, without=(), widest=40):
-    """A Case; `without` names options that must not appear ("seqlens", "segments": both axes)."""
+    """A Case; `without` names options that must not appear ("seqlens", "segments": both axes).
+
+    On a GPU's backend, what its kernel takes."""
+    head_dims = st.integers(1, widest)
+    if on_gpu():
+        without = (*without, *gpu.WITHOUT)
+        head_dims = st.sampled_from(gpu.HEAD_DIMS)
 
     def chance(percent):
         return draw_from(st.integers(0, 99)) < percent
@@ -68,10 +76,12 @@ def cases(draw_from, dtypes=tuple(DTYPES), longest=None, packed=None, without=()
         longest = draw_from(st.sampled_from([6, 40, 160]))
     rng = np.random.default_rng(draw_from(st.integers(0, 2**32 - 1)))
     dtype = np.dtype(draw_from(st.sampled_from(dtypes)))
+    if on_gpu():
+        dtype = gpu.DTYPES.get(dtype, dtype)
     num_seqs = draw_from(st.integers(1, 3))
     heads_kv = draw_from(st.integers(1, 3))
     heads_q = heads_kv * draw_from(st.integers(1, 3))
-    dims = draw_from(st.tuples(st.integers(1, widest), st.integers(1, widest)))
+    dims = draw_from(st.tuples(head_dims, head_dims))
     is_packed = chance(40) if packed is None else packed
     options = {}
 

@@ -5,6 +5,7 @@ import numpy as np
 from oracle import compare
 from oracle.attention import Gradients
 
+import gpu
 import onchip
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -12,8 +13,19 @@ DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
 
 # Forced by name everywhere, so that no test quietly runs on another one.
 BACKENDS = ["reference", "cpu"]
+if gpu.problem() is None:
+    BACKENDS.append(gpu.BACKEND)
+MERGE_BACKENDS = ["reference", "cpu"]
 # test_errors.py proves that the others refuse.
 BACKWARD_BACKENDS = ["reference"]
+
+
+# Of the test that runs, if it has one; set by conftest.py.
+current_backend = None
+
+
+def on_gpu():
+    return current_backend == gpu.BACKEND
 
 
 def dtype_name(dtype):
@@ -22,6 +34,8 @@ def dtype_name(dtype):
 
 def draw(rng, shape, dtype, size=1.0):
     """Normal numbers of standard deviation `size`, rounded to the dtype."""
+    if on_gpu():
+        dtype = gpu.DTYPES.get(np.dtype(dtype), dtype)
     return (size * rng.standard_normal(shape)).astype(dtype)
 
 
@@ -37,6 +51,8 @@ def draw_qkv(
 
 
 def forward(backend, q, k, v, **options):
+    if backend == gpu.BACKEND:
+        return gpu.forward(q, k, v, **options)
     return onchip.ops.attention_forward(q, k, v, backend=backend, **options)
 
 
@@ -104,6 +120,8 @@ def assert_same_bits(results, wanted):
 def poisoned(array, rng):
     """The same values inside a larger buffer of NaN (of garbage for integers)."""
     margins = [(int(rng.integers(1, 4)), int(rng.integers(1, 4))) for _ in array.shape]
+    if on_gpu():
+        margins[-1] = tuple(8 * m for m in margins[-1])  # the kernel wants 16-byte strides
     if array.dtype.kind in "iub":
         poison = array.dtype.type(-(2**30) if array.dtype.kind == "i" else 1)
     else:

@@ -95,7 +95,7 @@ def test_overlapping_views(backend):
     """Rows one element apart: a sliding view over one buffer."""
     buffer = draw(np.random.default_rng(5), (200,), np.float32)
     view = np.lib.stride_tricks.sliding_window_view(buffer, 16)[:100].reshape(1, 100, 1, 16)
-    assert view.strides[1] == 4
+    assert view.strides[1] == view.itemsize
     assert_same_bits(forward(backend, view, view, view), forward(backend, *(view.copy(),) * 3))
 
 
