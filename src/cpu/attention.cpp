@@ -79,6 +79,20 @@ std::size_t rounded_up(std::size_t bytes) {
 
 // ---- forward ------------------------------------------------------------------------------------
 
+// Packed rows are there even without any sequence: all of them are slack then.
+bool has_output(const AttentionForwardProblem& problem) {
+  return (problem.packed || problem.num_seqs > 0) && problem.slot_q > 0 &&
+         problem.num_heads_q > 0 && (problem.head_dim_v > 0 || problem.lse.wanted);
+}
+
+// Whether the arithmetic of the kernels, float32 unless the inputs are float64, holds the number.
+bool holds(const AttentionForwardProblem& problem, double value) {
+  const double magnitude = std::fabs(value);
+  return problem.dtype == DType::f64 || magnitude == 0.0 ||
+         (magnitude >= double{std::numeric_limits<float>::min()} &&
+          magnitude <= double{std::numeric_limits<float>::max()});
+}
+
 std::int64_t group_size(const AttentionProblem& problem) {
   return problem.num_heads_kv == 0 ? 0 : problem.num_heads_q / problem.num_heads_kv;
 }
@@ -235,13 +249,6 @@ void clear_slack(const AttentionForwardProblem& problem) {
                  });
 }
 
-// A cap that fp32 takes for 0 or infinity would mean another function.
-bool fits_fp32(const AttentionOptions& options) {
-  const auto softcap = static_cast<float>(options.softcap);
-  return std::isfinite(static_cast<float>(options.scale)) && std::isfinite(softcap) &&
-         (softcap > 0.0F) == (options.softcap > 0.0);
-}
-
 }  // namespace
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
@@ -250,17 +257,24 @@ PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
     return Reject{reason};
   }
   if (problem.options.tf32) return Reject{"precision tf32: this backend keeps float32 exact"};
-  if (problem.dtype != DType::f64 && !fits_fp32(problem.options)) {
-    return Reject{"scale or softcap outside float32, in which this backend computes"};
-  }
   const std::int64_t widest = std::max(problem.head_dim_qk, problem.head_dim_v);
   if (widest > kMaxHeadDim) {
     return Reject{"head dim " + std::to_string(widest) + ": at most " +
                   std::to_string(kMaxHeadDim)};
   }
+  if (!holds(problem, problem.options.scale)) {
+    return Reject{"scale is outside the range of float32"};
+  }
+  if (!holds(problem, problem.options.softcap)) {
+    return Reject{"softcap is outside the range of float32"};
+  }
   const IsaChoice choice = choose_isa(settings);
   if (!choice.problem.empty()) return Reject{choice.problem};
   const Unit unit = unit_of(choice.isa);
+  BackendPlan plan;
+  plan.kernel = unit.forward_name;
+  plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);
+  if (!has_output(problem)) return plan;
   const ForwardShape shape = forward_shape(problem);
 
   // From shapes alone: the lengths may have changed when the plan is run. More workers than tasks
@@ -268,13 +282,9 @@ PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
   const std::int64_t rows = problem.slot_q * group_size(problem);
   const std::int64_t per_head = problem.packed ? ceil_div(rows, shape.task_rows) + problem.num_seqs
                                                : ceil_div(rows, shape.task_rows) * problem.num_seqs;
-  const std::int32_t workers =
-      workers_for(per_head > num_threads() ? per_head : per_head * problem.num_heads_kv);
+  const std::int32_t workers = workers_for(per_head * problem.num_heads_kv);
   const std::size_t scratch = rounded_up(unit.forward_scratch_bytes(shape));
 
-  BackendPlan plan;
-  plan.kernel = unit.forward_name;
-  plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);
   plan.words[kWorkers] = static_cast<std::uint64_t>(workers);
   plan.words[kTaskRows] = static_cast<std::uint64_t>(shape.task_rows);
   plan.words[kScratchBytes] = scratch;
@@ -290,6 +300,7 @@ PlanResult plan_attention_forward(const AttentionForwardProblem& problem) {
 
 void run_attention_forward(const BackendPlan& plan, const AttentionForwardProblem& problem,
                            const RunContext& context) {
+  if (!has_output(problem)) return;
   const Unit unit = unit_of(planned_isa(plan));
   const TaskTable tasks(problem, static_cast<std::int64_t>(plan.words[kTaskRows]),
                         context.workspace);

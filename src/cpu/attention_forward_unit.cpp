@@ -316,8 +316,7 @@ void forward(const ForwardTask& task, std::byte* memory) {
       T sink = -kInfinity<T>;
       if (task.sink.data != nullptr) {
         const std::int64_t head = rows.head[panel.first + lane];
-        sink = static_cast<T>(
-            load_as_double(task.sink.data + head * task.sink.head_stride, task.sink.dtype));
+        sink = load_number<T>(task.sink.data + head * task.sink.head_stride, task.sink.dtype);
       }
       panel.max[lane] = sink;
       panel.sum[lane] = sink == -kInfinity<T> ? T{0} : T{1};

@@ -78,7 +78,7 @@ void load_bias(const ForwardTask& task, const RowTable& rows, const PanelKeys& k
   for (int lane = 0; lane < kRows; ++lane) {
     for (int j = 0; j < count; ++j) {
       adjust[j * kRows + lane] =
-          static_cast<T>(load_as_double(bias[lane] + j * scores.column_stride, scores.dtype));
+          load_number<T>(bias[lane] + j * scores.column_stride, scores.dtype);
     }
   }
 }
@@ -92,9 +92,9 @@ void subtract_alibi(const ForwardTask& task, const RowTable& rows, const PanelKe
   T diagonal[kRows];
   for (int lane = 0; lane < kRows; ++lane) {
     const std::int64_t r = keys.first_row + lane;
-    slope[lane] = static_cast<T>(
-        load_as_double(task.alibi_slopes.data + rows.head[r] * task.alibi_slopes.head_stride,
-                       task.alibi_slopes.dtype));
+    slope[lane] =
+        load_number<T>(task.alibi_slopes.data + rows.head[r] * task.alibi_slopes.head_stride,
+                       task.alibi_slopes.dtype);
     diagonal[lane] =
         static_cast<T>(rows.position[r] + task.diagonal_offset - keys.first_key - keys.begin);
   }

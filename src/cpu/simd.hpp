@@ -392,6 +392,19 @@ struct Arithmetic<DType::f64> {
   using Element = double;
 };
 
+// One number of any float type. A finite one that T does not reach becomes T's largest: as the bias
+// of a score it must not turn into an excluding -inf.
+template <typename T>
+T load_number(const std::byte* from, DType dtype) {
+  const double x = load_as_double(from, dtype);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    constexpr double kLargest = __FLT_MAX__;
+    if (x > kLargest && x != kInfinity<double>) return static_cast<T>(kLargest);
+    if (x < -kLargest && x != -kInfinity<double>) return static_cast<T>(-kLargest);
+  }
+  return static_cast<T>(x);
+}
+
 template <DType kStored>
 ONCHIP_INLINE Vec<typename Arithmetic<kStored>::T> load_vector(const std::byte* from) {
   if constexpr (kStored == DType::bf16 || kStored == DType::f16) {

@@ -397,6 +397,34 @@ TEST(ForwardPlan, Workspace) {
   }
 }
 
+// float64's own lowest number as a bias of float32 scores: still finite, so not an exclusion.
+TEST_P(ForwardOn, BiasBeyondFloat32) {
+  Random random(17);
+  AttentionSpec spec = dense_spec(DType::f32, 50);
+  spec.bias = true;
+  spec.bias_dtype = DType::f64;
+  AttentionCall attention(spec, random);
+  attention.bias.fill([] { return std::numeric_limits<double>::lowest(); });
+  ASSERT_EQ(run(attention), "");
+  for (std::int64_t d = 0; d < spec.head_dim_v; ++d) {
+    double mean = 0.0;
+    for (std::int64_t j = 0; j < 50; ++j) mean += attention.v.get({0, j, 0, d}) / 50.0;
+    EXPECT_NEAR(attention.o.get({0, 17, 0, d}), mean, 1e-6);
+  }
+}
+
+// Extents without any element take no time and no memory, however large.
+TEST(ForwardPlan, NothingToCompute) {
+  AttentionForwardProblem problem;
+  problem.num_seqs = std::int64_t{1} << 50;
+  problem.slot_kv = 1;
+  problem.num_heads_q = problem.num_heads_kv = 1;
+  const PlanResult result = cpu::plan_attention_forward(problem, Settings{});
+  ASSERT_TRUE(std::holds_alternative<BackendPlan>(result));
+  EXPECT_EQ(std::get<BackendPlan>(result).workspace_bytes, 0u);
+  cpu::run_attention_forward(std::get<BackendPlan>(result), problem, {});
+}
+
 TEST(ForwardPlan, SaysWhyNot) {
   AttentionForwardProblem problem;
   const auto reason = [&](const Settings& settings) {
@@ -420,6 +448,15 @@ TEST(ForwardPlan, SaysWhyNot) {
   problem.options.tf32 = true;
   EXPECT_NE(reason(Settings{}).find("tf32"), std::string::npos);
   problem.options.tf32 = false;
+  problem.options.softcap = 1e-60;
+  EXPECT_EQ(reason(Settings{}), "softcap is outside the range of float32");
+  problem.dtype = DType::f64;
+  EXPECT_EQ(reason(Settings{}), "");
+  problem.dtype = DType::bf16;
+  problem.options.softcap = 0.0;
+  problem.options.scale = 1e300;
+  EXPECT_EQ(reason(Settings{}), "scale is outside the range of float32");
+  problem.options.scale = 1.0;
   problem.device.type = ONCHIP_DEVICE_CUDA;
   EXPECT_NE(reason(Settings{}).find("CPU tensors"), std::string::npos);
 }
