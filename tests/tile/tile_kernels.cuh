@@ -122,8 +122,8 @@ extern "C" __global__ void accumulator_round_trip(u16* out) {
   }
 }
 
-// out[row][column] of an accumulator of ones but a NaN in column 3 of every row: row r times r, rows
-// from `live` on without. Then with the signs turned.
+// out[row][column] of an accumulator of ones but a NaN in column 3 of every row: row r times r,
+// rows from `live` on without. Then with the signs turned.
 extern "C" __global__ void accumulator_to_matrix(int live, u16* out, u16* negated) {
   const u32 matrix = shared_address(shared_memory);
   const int row = accumulator_row(threadIdx.x);
@@ -334,7 +334,8 @@ extern "C" __global__ void packed_tiles(PackedBatch batch, int step, int count, 
   }
 }
 
-// Tile t of a dense batch for t = 0 ..: {batch, head, tile, q_slot, q_length, kv_length}, or batch -1.
+// Tile t of a dense batch for t = 0 ..: {batch, head, tile, q_slot, q_length, kv_length}, or
+// batch -1.
 extern "C" __global__ void dense_tiles(DenseBatch batch, int count, int* out) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t >= count) return;

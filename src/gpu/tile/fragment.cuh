@@ -1,8 +1,8 @@
 // Register fragments of 16-bit matrices and fp32 accumulators, as wgmma wants and leaves them.
-// Accumulator d[] of m64nN: warp w of the warpgroup holds rows 16 w + g and 16 w + g + 8, g = lane / 4;
-// d[4 j], d[4 j + 1] are columns 8 j + 2 (lane % 4) and the next of row g, d[4 j + 2], d[4 j + 3] those
-// of row g + 8. The A operand of m64k16 step k, in registers, is d[8 k .. 8 k + 7] packed in pairs:
-// scores become the next product's operand without a shuffle.
+// Accumulator d[] of m64nN: warp w of the warpgroup holds rows 16 w + g and 16 w + g + 8, where
+// g = lane / 4; d[4 j], d[4 j + 1] are columns 8 j + 2 (lane % 4) and the next of row g,
+// d[4 j + 2], d[4 j + 3] those of row g + 8. The A operand of m64k16 step k, in registers, is
+// d[8 k .. 8 k + 7] packed in pairs: scores become the next product's operand without a shuffle.
 #pragma once
 #include "gpu/tile/swizzle.cuh"
 
@@ -43,8 +43,8 @@ ONCHIP_DEVICE void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
-// Address that `thread` of the warpgroup gives to ldmatrix.x4 or stmatrix.x4 for 16 columns (`step`)
-// of a 64-row matrix.
+// Address that `thread` of the warpgroup gives to ldmatrix.x4 or stmatrix.x4 for 16 columns
+// (`step`) of a 64-row matrix.
 ONCHIP_DEVICE u32 fragment_address(u32 matrix, int thread, int step) {
   const u32 row = thread / 32 * 16 + thread % 16;
   return matrix + step / 4 * (64 * kChunkRowBytes) +

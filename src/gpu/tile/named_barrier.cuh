@@ -1,5 +1,5 @@
-// The sixteen hardware barriers of a block; 0 is __syncthreads. `threads` counts those that sync and
-// those that only arrive.
+// The sixteen hardware barriers of a block; 0 is __syncthreads. `threads` counts those that sync
+// and those that only arrive.
 #pragma once
 #include "gpu/tile/ptx.cuh"
 

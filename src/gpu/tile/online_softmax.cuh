@@ -13,8 +13,8 @@ struct SoftmaxState {
   float factor[2];  // what older sums and outputs are to be multiplied by
 };
 
-// An output keeps a stale maximum until its row has grown by more than 2^8: probabilities stay below
-// 2^8, far inside fp16's range, and almost every block leaves the output alone.
+// An output keeps a stale maximum until its row has grown by more than 2^8: probabilities stay
+// below 2^8, far inside fp16's range, and almost every block leaves the output alone.
 inline constexpr float kLazyLog2 = 8.0f;
 
 ONCHIP_DEVICE float row_max(float x) {

@@ -1,5 +1,6 @@
-// A block's mbarriers, two of each kind, that guard rings of two slots: use n of a ring lies in slot
-// n % 2, whose full phase has parity n / 2 % 2; a producer waits for the empty phase before it.
+// A block's mbarriers, two of each kind, that guard rings of two slots: use n of a ring lies in
+// slot n % 2, whose full phase has parity n / 2 % 2; a producer waits for the empty phase
+// before it.
 #pragma once
 #include "gpu/tile/mbarrier.cuh"
 

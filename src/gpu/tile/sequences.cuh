@@ -30,8 +30,8 @@ struct DenseBatch {
   int tiles_per_head, heads_per_section, num_tiles;
 };
 
-// Tile t: its sequence, head and number in it. Heads run in sections, the last tiles of all heads of
-// a section first. False: there is no tile t.
+// Tile t: its sequence, head and number in it. Heads run in sections, the last tiles of all heads
+// of a section first. False: there is no tile t.
 ONCHIP_DEVICE bool find_dense(const DenseBatch& p, int t, Sequence& s, int& head, int& tile) {
   if (t >= p.num_tiles) return false;
   const int section_tiles = p.heads_per_section * p.tiles_per_head;

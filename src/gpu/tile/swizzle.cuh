@@ -8,15 +8,15 @@ namespace onchip::tile {
 inline constexpr int kChunkColumns = 64;
 inline constexpr int kChunkRowBytes = 128;
 
-// Byte offset of the 16-byte unit (eight columns) `unit` of a row: the low three bits of the row turn
-// the units around, so that eight rows of one column block touch all 32 banks.
+// Byte offset of the 16-byte unit (eight columns) `unit` of a row: the low three bits of the row
+// turn the units around, so that eight rows of one column block touch all 32 banks.
 ONCHIP_DEVICE u32 swizzle_128b(u32 row, u32 unit) {
   return row * kChunkRowBytes + ((unit ^ (row & 7)) << 4);
 }
 
-// Low word of a wgmma matrix descriptor: address, and the leading byte offset, which counts only for
-// matrices whose rows are the contraction ("MN-major"): the distance between 64-column chunks. Both
-// in units of 16 bytes. The mask drops the block's rank, which a cluster puts above bit 24.
+// Low word of a wgmma matrix descriptor: address, and the leading byte offset, which counts only
+// for matrices whose rows are the contraction ("MN-major"): the distance between 64-column chunks.
+// Both in units of 16 bytes. The mask drops the block's rank, which a cluster puts above bit 24.
 ONCHIP_DEVICE u32 descriptor_low(u32 address, u32 leading_bytes) {
   return ((address >> 4) & 0x3fff) | (leading_bytes >> 4 << 16);
 }

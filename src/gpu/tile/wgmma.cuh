@@ -1,5 +1,5 @@
-// Warpgroup matrix products: fences, groups and the compiler's side of their asynchrony. The products
-// themselves are generated text (wgmma_shapes.cuh).
+// Warpgroup matrix products: fences, groups and the compiler's side of their asynchrony. The
+// products themselves are generated text (wgmma_shapes.cuh).
 #pragma once
 #include "gpu/tile/swizzle.cuh"
 #include "gpu/tile/wgmma_shapes.cuh"

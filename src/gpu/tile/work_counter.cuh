@@ -1,7 +1,7 @@
-// Numbered pieces of work for the blocks of one launch, by a counter in memory that may hold anything
-// when the launch begins: nobody has to zero it before, and launches on other streams have their
-// own. The first block to come opens the counter under the launch's number, the last one to leave
-// closes it, so that a captured launch can be repeated.
+// Numbered pieces of work for the blocks of one launch, by a counter in memory that may hold
+// anything when the launch begins: nobody has to zero it before, and launches on other streams have
+// their own. The first block to come opens the counter under the launch's number, the last one to
+// leave closes it, so that a captured launch can be repeated.
 #pragma once
 #include "gpu/tile/ptx.cuh"
 

@@ -1,12 +1,13 @@
-// Exact attention forward: O = softmax(scale Q K^T + mask) V, lse = log of the denominator, for fp16
-// and bf16 on sm_90a. The online softmax is Milakov and Gimelshein's (2018) in the tiling of Dao et
-// al., "FlashAttention" (2022); asynchronous products over warp roles follow Shah et al.,
+// Exact attention forward: O = softmax(scale Q K^T + mask) V, lse = log of the denominator, for
+// fp16 and bf16 on sm_90a. The online softmax is Milakov and Gimelshein's (2018) in the tiling of
+// Dao et al., "FlashAttention" (2022); asynchronous products over warp roles follow Shah et al.,
 // "FlashAttention-3" (2024). Page: attention_forward.md.
 //
 // q [batch, rows, num_heads_q, head_dim_qk], k, v [batch, rows, num_heads_kv, ..], o like q with
 // head_dim_v, through rank-5 tensor maps (attention_forward_map); packed: batch is 1.
-// Grid: at most one block a multiprocessor, each takes tiles of 64 query rows a warpgroup until none
-// is left. Block: warpgroup 0 = load warp, schedule warp, two idle warps; warpgroups 1.. multiply.
+// Grid: at most one block a multiprocessor, each takes tiles of 64 query rows a warpgroup until
+// none is left. Block: warpgroup 0 = load warp, schedule warp, two idle warps; warpgroups 1..
+// multiply.
 #include "gpu/kernels/sm90/attention_forward_plan.hpp"
 #include "gpu/tile/fragment.cuh"
 #include "gpu/tile/named_barrier.cuh"
@@ -348,8 +349,8 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     release(Barrier::v_empty, it);
     ++it;
   };
-  // Blocks of the tile for this warpgroup; those below `full` need no mask. 0: no more tiles, or none
-  // of its rows is in the slot.
+  // Blocks of the tile for this warpgroup; those below `full` need no mask. 0: no more tiles, or
+  // none of its rows is in the slot.
   const auto take_tile = [&](int n, int& full) {
     block.wait_full(Barrier::tile_full, n);
     int blocks = uniform(block.tile(n).blocks);
