@@ -25,9 +25,11 @@ _MATMUL_SIZE = 2048
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def build(results: list[Record], skipped: list[Record]) -> Record:
-    """`skipped` has case, impl and reason of what was asked for and could not be measured."""
-    commit = _git("rev-parse", "HEAD")
+def build(results: list[Record], skipped: list[Record], **known: Any) -> Record:
+    """`skipped` has case, impl and reason of what was asked for and could not be measured. `known`
+    are fields that are not to be found out here: the commit of a copy without its history, the
+    ceilings of a GPU."""
+    commit = known.get("commit") or _git("rev-parse", "HEAD")
     record = {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -36,10 +38,12 @@ def build(results: list[Record], skipped: list[Record]) -> Record:
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "machine": machine(),
         "versions": versions(),
-        "ceilings": ceilings(),
         "results": results,
         "skipped": skipped,
+        **known,
     }
+    if "ceilings" not in record:
+        record["ceilings"] = ceilings()
     check(record)
     return record
 
@@ -60,8 +64,7 @@ def machine() -> Record:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        # Nothing measured here runs on a GPU.
-        "gpu": None,
+        "gpu": None,  # none takes part, unless the caller says so
     }
 
 
@@ -98,8 +101,12 @@ def check(record: Record) -> None:
         raise ValueError(f"record.schema: got {record['schema']!r}, wanted {SCHEMA}")
     for index, result in enumerate(record["results"]):
         place = f"record.results[{index}]"
-        _require(result, place, _RESULT_FIELDS)
-        _require(result["error"], f"{place}.error", _ERROR_FIELDS)
+        _require(result, place, _TIME_FIELDS)
+        if result["case"].startswith("host/"):
+            _require(result, place, {"host_us": _NUMBER})
+        elif not result["case"].startswith("first_call/"):
+            _require(result, place, _OPERATOR_FIELDS)
+            _require(result["error"], f"{place}.error", _ERROR_FIELDS)
         if not result["samples_ms"] or statistics.median(result["samples_ms"]) != result["ms"]:
             raise ValueError(f"{place}.ms: got {result['ms']!r}, wanted the median of samples_ms")
     for index, entry in enumerate(record["skipped"]):
@@ -122,13 +129,15 @@ _RECORD_FIELDS: dict[str, tuple[type, ...]] = {
     "results": (list,),
     "skipped": (list,),
 }
-_RESULT_FIELDS: dict[str, tuple[type, ...]] = {
+_TIME_FIELDS: dict[str, tuple[type, ...]] = {
     "case": (str,),
     "impl": (str,),
     "backend": (str,),
     "kernel": (str,),
     "ms": _NUMBER,
     "samples_ms": (list,),
+}
+_OPERATOR_FIELDS: dict[str, tuple[type, ...]] = {
     "tflops": _NUMBER,
     "gbps": _NUMBER,
     "peak_bytes": (int, *_OR_NONE),
