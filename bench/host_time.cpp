@@ -1,4 +1,4 @@
-// Host time of a call through the C ABI with CUDA tensors: plan and run, and run alone. Prints JSON.
+// Host time of a call through the C ABI with CUDA tensors: plan and run, and run alone, as JSON.
 // Device memory comes from the driver, opened here: the library's users bring their own.
 #include <dlfcn.h>
 #include <onchip/onchip.h>
