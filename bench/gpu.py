@@ -73,12 +73,12 @@ def _sdpa(name: str) -> Callable[..., tuple[str, str, Callable[[], Any]]]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        views = [x.transpose(1, 2) for x in (q, k, v)]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         backend = getattr(SDPBackend, name)
 
         def call() -> Any:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(*views, is_causal=case.causal).transpose(1, 2)
+                return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
 
         return "torch", f"scaled_dot_product_attention, {name}", call
 
