@@ -86,11 +86,16 @@ struct PanelTile {
   const T* adjust = nullptr;  // NULL: none
   const T* keep = nullptr;    // NULL: no dropout
   T softcap = T{0};           // 0: none
+  // [key], NULL: none: its value row holds an inf or NaN. It must not meet the probabilities 0 of
+  // rows that do not see it, so it stays out of the products; softmax_tile leaves the probabilities
+  // of those that do in apart[key][lane], and -1 for the others.
+  const bool* non_finite_v = nullptr;
+  T* apart = nullptr;
 };
 
-// Scores in s_t become probabilities relative to the new maximum. Keys that no row sees are left
-// out: the others move up, and so do their rows' addresses, from v to seen_v. Returns how many they
-// are.
+// Scores in s_t become probabilities relative to the new maximum. Keys that no row sees, and those
+// with non-finite values, are left out: the others move up, and so do their rows' addresses, from v
+// to seen_v. Returns how many they are.
 template <typename T, int kVectors, bool kPlain>
 [[gnu::noinline]] int softmax_tile(const PanelTile<T>& tile, T* s_t, T* running_max, T* running_sum,
                                    const T* const* v, const T** seen_v, Vec<T> (&alpha)[kVectors]) {
@@ -127,6 +132,10 @@ template <typename T, int kVectors, bool kPlain>
         x = S::select(visible, x, S::broadcast(-kInfinity<T>));
         any = any || S::any(visible);
         S::store(row + i * kCount, x);
+        if (tile.non_finite_v != nullptr) {
+          const Vec<T> mark = S::select(visible, Vec<T>{}, S::broadcast(T{-1}));
+          S::store(tile.apart + j * kRows + i * kCount, mark);
+        }
       }
       // A NaN is passed over here: its own probability will be NaN.
       maximum[i] = S::max(x, maximum[i]);
@@ -151,7 +160,7 @@ template <typename T, int kVectors, bool kPlain>
   for (int j = tile.begin; j < tile.end; ++j) {
     if constexpr (!kPlain) {
       if (!seen[j]) continue;
-      seen_v[count] = v[j];
+      if (tile.non_finite_v == nullptr || !tile.non_finite_v[j]) seen_v[count] = v[j];
     }
     const T* from = s_t + j * kRows;
     T* to = s_t + (tile.begin + count) * kRows;
@@ -161,8 +170,18 @@ template <typename T, int kVectors, bool kPlain>
       if constexpr (!kPlain) {
         if (tile.keep != nullptr) p = p * S::load(tile.keep + j * kRows + i * kCount);
       }
+      if constexpr (!kPlain) {
+        if (tile.non_finite_v != nullptr && tile.non_finite_v[j]) {
+          T* apart = tile.apart + j * kRows + i * kCount;
+          S::store(apart, S::select(S::less(S::load(apart), Vec<T>{}), S::load(apart), p));
+          return;
+        }
+      }
       S::store(to + i * kCount, p);
     });
+    if constexpr (!kPlain) {
+      if (tile.non_finite_v != nullptr && tile.non_finite_v[j]) continue;
+    }
     ++count;
   }
   unroll<kVectors>([&](auto i) {
@@ -170,6 +189,31 @@ template <typename T, int kVectors, bool kPlain>
     S::store(at, S::fma(S::load(at), alpha[i], sum[i]));
   });
   return count;
+}
+
+template <typename T>
+bool all_finite(const T* row, std::int64_t dim) {
+  using S = Simd<T>;
+  Vec<T> zeros{};
+  std::int64_t d = 0;
+  for (; d + kLanes<T> <= dim; d += kLanes<T>) zeros = zeros + S::load(row + d) * Vec<T>{};
+  T rest = T{0};
+  for (; d < dim; ++d) rest += row[d] * T{0};
+  return rest == T{0} && !S::any(S::complement(S::equal(zeros, Vec<T>{})));
+}
+
+// The value rows that stayed out of the products, added for the rows that see them.
+template <typename T, int kVectors>
+void add_apart(const PanelTile<T>& tile, const T* const* v, std::int64_t head_dim_v, T* o_t) {
+  constexpr int kRows = kVectors * kLanes<T>;
+  for (int j = tile.begin; j < tile.end; ++j) {
+    if (!tile.non_finite_v[j]) continue;
+    for (int lane = 0; lane < kRows; ++lane) {
+      const T p = tile.apart[j * kRows + lane];
+      if (p < T{0}) continue;
+      for (std::int64_t d = 0; d < head_dim_v; ++d) o_t[d * kRows + lane] += p * v[j][d];
+    }
+  }
 }
 
 // ---- a task -------------------------------------------------------------------------------------
@@ -189,7 +233,8 @@ struct Panel {
 // The tile of keys that starts at `key`, for one panel.
 template <typename T, int kVectors>
 void attend(const ForwardTask& task, const RowTable& rows, Panel<T>& panel, std::int64_t key,
-            const Tile<T>& k, const T* const* v, const Scratch<T>& scratch) {
+            const Tile<T>& k, const T* const* v, const bool* non_finite_v,
+            const Scratch<T>& scratch) {
   constexpr int kRows = kVectors * kLanes<T>;
   PanelTile<T> tile;
   tile.begin = static_cast<int>(larger(panel.range.any.begin - key, 0));
@@ -236,12 +281,16 @@ void attend(const ForwardTask& task, const RowTable& rows, Panel<T>& panel, std:
     outputs<T, kVectors>(p_t, count, v + tile.begin, task.head_dim_v, rescale, panel.o_t);
     panel.started = true;
   } else {
+    T apart[kTileKeys * kRows];
+    tile.non_finite_v = non_finite_v;
+    tile.apart = apart;
     const int count = softmax_tile<T, kVectors, false>(tile, scratch.s_t, panel.max, panel.sum, v,
                                                        seen_v, rescale.alpha);
-    if (count > 0) {
+    if (count > 0 || non_finite_v != nullptr) {
       outputs<T, kVectors>(p_t, count, seen_v, task.head_dim_v, rescale, panel.o_t);
       panel.started = true;
     }
+    if (non_finite_v != nullptr) add_apart<T, kVectors>(tile, v, task.head_dim_v, panel.o_t);
   }
 }
 
@@ -331,12 +380,19 @@ void forward(const ForwardTask& task, std::byte* memory) {
     const Tile<T> v = tile_of<kStored>(task.v, task.head_dim_v, key, begin, end, scratch.v_tile,
                                        scratch.v_stride);
     const T* v_rows[kTileKeys];
-    for (int j = begin; j < end; ++j) v_rows[j] = v.data + j * v.stride;
+    bool non_finite_v[kTileKeys];
+    bool all_v_finite = true;
+    for (int j = begin; j < end; ++j) {
+      v_rows[j] = v.data + j * v.stride;
+      non_finite_v[j] = !all_finite(v_rows[j], task.head_dim_v);
+      all_v_finite = all_v_finite && !non_finite_v[j];
+    }
+    const bool* apart = all_v_finite ? nullptr : non_finite_v;
     for (int p = 0; p < num_panels; ++p) {
       if (panels[p].vectors == 1) {
-        attend<T, 1>(task, rows, panels[p], key, k, v_rows, scratch);
+        attend<T, 1>(task, rows, panels[p], key, k, v_rows, apart, scratch);
       } else {
-        attend<T, kPanelVectors>(task, rows, panels[p], key, k, v_rows, scratch);
+        attend<T, kPanelVectors>(task, rows, panels[p], key, k, v_rows, apart, scratch);
       }
     }
   }
