@@ -34,6 +34,19 @@ CASES = [
     for mask in ("full", "causal")
     for seqlen in (1024, 4096, 16384)
 ]
+
+
+class OutlierCase(AttentionCase):
+    """Inputs with rare large entries, N(0, 1) + N(0, 10) Bernoulli(0.001): what the error of a
+    16-bit attention is judged on (Shah et al. 2024, section 4.3)."""
+
+    @property
+    def name(self) -> str:
+        return super().name + "/outliers"
+
+
+OUTLIERS = OutlierCase(**vars(AttentionCase.parse("attention/fwd/fp16/h16d128/full/b4s4096")))
+
 _BACKEND = "cuda.sm90"
 _FLUSH_BYTES = 256 << 20
 # Device clocks before the first event: the launch is queued by then, however slow the host is.
@@ -97,12 +110,29 @@ def _flash_attention_4(
     return "flash_attn.cute", "flash_attn_func", call
 
 
+def _plain(case: AttentionCase, q: Any, k: Any, v: Any) -> tuple[str, str, Callable[[], Any]]:
+    """The formula with scores and probabilities in memory, in the inputs' dtype."""
+    import torch
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+
+    def call() -> Any:
+        scores = q @ k.transpose(2, 3) * case.head_dim**-0.5
+        if case.causal:
+            hidden = torch.ones(case.seqlen, case.seqlen, dtype=torch.bool, device="cuda").triu(1)
+            scores.masked_fill_(hidden, float("-inf"))
+        return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+    return "torch", "plain formula", call
+
+
 IMPLEMENTATIONS = {
     f"onchip:{_BACKEND}": _onchip,
     "torch:cudnn": _sdpa("CUDNN_ATTENTION"),
     "torch:flash": _sdpa("FLASH_ATTENTION"),
 }
 PEERS = {"flash-attn-4": _flash_attention_4}
+FORMULA = {"torch:plain": _plain}
 
 # ---- measurements
 
@@ -179,13 +209,25 @@ def ceilings() -> Result:
     }
 
 
-def _prepare_jobs(
-    cases: list[AttentionCase], implementations: dict[str, Any], skipped: list[Result]
-) -> Iterator[Job]:
+def _draw(case: AttentionCase) -> Any:
     import torch
 
-    for case in cases:
-        q, k, v = (torch.randn(case.shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    x = torch.randn(case.shape, device="cuda")
+    if isinstance(case, OutlierCase):
+        x += (
+            10
+            * torch.randn(case.shape, device="cuda")
+            * (torch.rand(case.shape, device="cuda") < 0.001)
+        )
+    return x.to({"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype])
+
+
+Row = tuple[AttentionCase, dict[str, Any]]
+
+
+def _prepare_jobs(rows: list[Row], skipped: list[Result]) -> Iterator[Job]:
+    for case, implementations in rows:
+        q, k, v = (_draw(case) for _ in range(3))
         for impl, prepare in implementations.items():
             try:
                 job = Job(case, impl, *prepare(case, q, k, v))
@@ -203,14 +245,14 @@ def _prepare_jobs(
             yield job
 
 
-def measure_time(
-    cases: list[AttentionCase], implementations: dict[str, Any], rounds: int
-) -> Result:
+def measure_time(rows: list[Row], rounds: int) -> Result:
+    """`rows`: cases, each with what is to compute it."""
     import torch
 
     skipped: list[Result] = []
     with torch.no_grad():
-        jobs = list(_prepare_jobs(cases, implementations, skipped))
+        jobs = list(_prepare_jobs(rows, skipped))
+        prepared = list(jobs)
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         reached = ceilings()
@@ -225,8 +267,8 @@ def measure_time(
                 end.record()
                 torch.cuda.synchronize()
                 job.samples_ms = [*(job.samples_ms or []), begin.elapsed_time(end)]
-    jobs.sort(key=lambda job: (cases.index(job.case), list(implementations).index(job.impl)))
-    return {"results": [_result(job) for job in jobs], "skipped": skipped, "ceilings": reached}
+    results = [_result(job) for job in prepared]
+    return {"results": results, "skipped": skipped, "ceilings": reached}
 
 
 def _result(job: Job) -> Result:
@@ -384,7 +426,9 @@ def main() -> None:
         if arguments.peers is not None:
             site.addsitedir(str(arguments.peers))
             implementations |= PEERS
-        answer = measure_time(CASES, implementations, arguments.rounds)
+        rows: list[Row] = [(case, implementations) for case in CASES]
+        rows.append((OUTLIERS, implementations | FORMULA))
+        answer = measure_time(rows, arguments.rounds)
         answer["gpu"] = gpu_facts()  # just after: the clocks under load
     elif arguments.what == "host":
         answer = measure_host(arguments.program)
