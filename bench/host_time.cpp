@@ -3,8 +3,6 @@
 #include <dlfcn.h>
 #include <onchip/onchip.h>
 
-#include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -121,18 +119,21 @@ int main() {
   constexpr std::int64_t kHeads = 2;
   constexpr std::int64_t kHeadDim = 128;
   const std::vector<std::int64_t> shape = {1, kSeqlen, kHeads, kHeadDim};
-  std::array<onchip_tensor, 4> qkvo;
-  for (onchip_tensor& t : qkvo) {
-    t = tensor(driver.allocate(2 * kSeqlen * kHeads * kHeadDim), ONCHIP_BFLOAT16, shape);
-  }
+  const auto made = [&] {
+    return tensor(driver.allocate(2 * kSeqlen * kHeads * kHeadDim), ONCHIP_BFLOAT16, shape);
+  };
+  const onchip_tensor q = made();
+  const onchip_tensor k = made();
+  const onchip_tensor v = made();
+  const onchip_tensor o = made();
   onchip_attention_options options = ONCHIP_ATTENTION_OPTIONS_INIT;
   options.causal = 1;
   options.backend = "cuda.sm90";
   onchip_attention_forward_args args = ONCHIP_ATTENTION_FORWARD_ARGS_INIT;
-  args.q = &qkvo[0];
-  args.k = &qkvo[1];
-  args.v = &qkvo[2];
-  args.o = &qkvo[3];
+  args.q = &q;
+  args.k = &k;
+  args.v = &v;
+  args.o = &o;
   args.options = &options;
 
   onchip_plan plan = ONCHIP_PLAN_INIT;
