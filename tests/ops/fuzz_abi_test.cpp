@@ -865,8 +865,8 @@ class FuzzedCall {
   }
 
   // A changed view or length may show poison, or numbers that fp32 cannot hold, inside a sequence.
-  // Only the reference says exactly
-  // which rows that reaches (docs/semantics.md section 1, non-finite values, b).
+  // Only the reference says exactly which rows that reaches (docs/semantics.md section 1,
+  // non-finite values, b).
   bool reads_foreign_poison() const {
     const auto poisoned = [](const std::vector<double>& values, std::int64_t begin,
                              std::int64_t count) {
