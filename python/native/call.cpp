@@ -1,10 +1,14 @@
 #include "call.hpp"
 
+#include <nanobind/stl/optional.h>
+
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -22,7 +26,7 @@ struct Field {
   const char* name;
   Kind kind;
   std::size_t offset;
-  PyObject* key = nullptr;  // `name` as an interned Python string
+  nb::handle key = {};  // `name` as an interned Python string, kept for ever
 };
 
 #define ONCHIP_FIELD(type, name, kind) \
@@ -98,16 +102,29 @@ union Args {
   onchip_attention_merge_args merge;
 };
 
+constexpr std::size_t kMostFields =
+    std::max({forward_fields.size(), backward_fields.size(), merge_fields.size()});
+
 struct Operator;
 
-struct CallObject {
-  PyObject_HEAD const Operator* op;
-  Args args;
-  onchip_attention_options options;
-  onchip_plan plan;
-  bool planned;
-  // Every Tensor and name that the structs point into, by argument.
-  PyObject* held;
+struct Call {
+  Call(const nb::str& name, const nb::dict& values);
+  Call(const Call&) = delete;  // args point to options
+  Call& operator=(const Call&) = delete;
+
+  void make_plan();
+  void bind(const nb::dict& tensors);
+  void run(const Tensor* workspace, std::uint64_t stream);
+  nb::str explain() const;
+
+  const Operator& op;
+  Args args{};
+  onchip_attention_options options = ONCHIP_ATTENTION_OPTIONS_INIT;
+  onchip_plan plan = ONCHIP_PLAN_INIT;
+  bool planned = false;
+  // The Tensors and names that the structs point to, by the index of their field.
+  std::array<nb::object, kMostFields> held_args;
+  std::array<nb::object, options_fields.size()> held_options;
 };
 
 struct Operator {
@@ -115,131 +132,111 @@ struct Operator {
   const char* name;
   std::span<Field> fields;
   std::span<Field> options;
-  void (*initialise)(CallObject* call);
-  onchip_status (*plan)(CallObject* call);
-  onchip_status (*run)(CallObject* call, void* workspace, void* stream);
+  void (*initialise)(Call& call);
+  onchip_status (*plan)(Call& call);
+  onchip_status (*run)(Call& call, void* workspace, void* stream);
 };
 
 const std::array<Operator, 3> kOperators = {{
     {ONCHIP_ATTENTION_FORWARD, "attention_forward", forward_fields, options_fields,
-     [](CallObject* call) {
-       call->args.forward = ONCHIP_ATTENTION_FORWARD_ARGS_INIT;
-       call->args.forward.options = &call->options;
+     [](Call& call) {
+       call.args.forward = ONCHIP_ATTENTION_FORWARD_ARGS_INIT;
+       call.args.forward.options = &call.options;
      },
-     [](CallObject* call) {
-       return onchip_attention_forward_plan(&call->args.forward, &call->plan);
-     },
-     [](CallObject* call, void* workspace, void* stream) {
-       return onchip_attention_forward_run(&call->plan, &call->args.forward, workspace, stream);
+     [](Call& call) { return onchip_attention_forward_plan(&call.args.forward, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_attention_forward_run(&call.plan, &call.args.forward, workspace, stream);
      }},
     {ONCHIP_ATTENTION_BACKWARD, "attention_backward", backward_fields, options_fields,
-     [](CallObject* call) {
-       call->args.backward = ONCHIP_ATTENTION_BACKWARD_ARGS_INIT;
-       call->args.backward.options = &call->options;
+     [](Call& call) {
+       call.args.backward = ONCHIP_ATTENTION_BACKWARD_ARGS_INIT;
+       call.args.backward.options = &call.options;
      },
-     [](CallObject* call) {
-       return onchip_attention_backward_plan(&call->args.backward, &call->plan);
-     },
-     [](CallObject* call, void* workspace, void* stream) {
-       return onchip_attention_backward_run(&call->plan, &call->args.backward, workspace, stream);
+     [](Call& call) { return onchip_attention_backward_plan(&call.args.backward, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_attention_backward_run(&call.plan, &call.args.backward, workspace, stream);
      }},
     {ONCHIP_ATTENTION_MERGE,
      "merge",
      merge_fields,
      {},
-     [](CallObject* call) { call->args.merge = ONCHIP_ATTENTION_MERGE_ARGS_INIT; },
-     [](CallObject* call) { return onchip_attention_merge_plan(&call->args.merge, &call->plan); },
-     [](CallObject* call, void* workspace, void* stream) {
-       return onchip_attention_merge_run(&call->plan, &call->args.merge, workspace, stream);
+     [](Call& call) { call.args.merge = ONCHIP_ATTENTION_MERGE_ARGS_INIT; },
+     [](Call& call) { return onchip_attention_merge_plan(&call.args.merge, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_attention_merge_run(&call.plan, &call.args.merge, workspace, stream);
      }},
 }};
 
-const Operator& operator_named(PyObject* name) {
+const Operator& operator_named(const nb::str& name) {
   const std::string_view wanted = utf8(name);
   for (const Operator& op : kOperators) {
     if (wanted == op.name) return op;
   }
-  PyErr_Format(PyExc_ValueError, "no operator is named %R", name);
-  throw PythonError{};
+  throw nb::value_error(("no operator is named '" + std::string(wanted) + "'").c_str());
 }
 
 // ---- Python values into fields ------------------------------------------------------------------
 
-double real_of(const Place& place, PyObject* value) {
-  double number = std::nan("");
-  if (PyUnicode_Check(value) == 0) {
-    number = PyFloat_AsDouble(value);
-    if (PyErr_Occurred() != nullptr) {
-      if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw PythonError{};
-      PyErr_Clear();
-      number = std::nan("");
-    }
-  }
+double real_of(const Place& place, nb::handle value) {
+  double number = 0;
   // The C struct marks an absent scale by NaN; here that mark is None.
-  if (std::isnan(number)) refuse(place, describe_value(value), "a number");
+  if (!nb::try_cast(value, number) || std::isnan(number)) {
+    refuse(place, describe_value(value), "a number");
+  }
   return number;
 }
 
 // True, False, 0, 1 and NumPy's bool; an array is never taken for a flag.
-std::int32_t flag_of(const Place& place, PyObject* value) {
-  if (PyBool_Check(value)) return value == Py_True ? 1 : 0;
-  if (PyLong_Check(value)) {
+std::int32_t flag_of(const Place& place, nb::handle value) {
+  if (nb::isinstance<nb::int_>(value)) {
     const std::int64_t number = count_of(place, value);
     if (number == 0 || number == 1) return static_cast<std::int32_t>(number);
   } else {
-    const Ref name = checked(PyType_GetName(Py_TYPE(value)));
-    const std::string_view type = utf8(name.get());
-    if (type == "bool_" || type == "bool") {
-      const int truth = PyObject_IsTrue(value);
-      check(truth);
-      return truth;
-    }
+    const nb::object name = nb::getattr(value.type(), "__name__");
+    const std::string_view type = utf8(name);
+    if (type == "bool_" || type == "bool") return nb::bool_(value) ? 1 : 0;
   }
   refuse(place, describe_value(value), "True or False");
 }
 
-std::int32_t choice_of(const Place& place, PyObject* value, std::span<const char* const> names,
-                       std::int32_t first, const char* wanted) {
-  if (PyUnicode_Check(value) != 0) {
-    for (std::size_t i = 0; i < names.size(); ++i) {
-      if (PyUnicode_CompareWithASCIIString(value, names[i]) == 0)
-        return first + static_cast<std::int32_t>(i);
-    }
+std::int32_t choice_of(const Place& place, nb::handle value,
+                       std::span<const std::string_view> names, std::int32_t first,
+                       const char* wanted) {
+  std::string_view name;
+  if (nb::try_cast(value, name)) {
+    const auto found = std::find(names.begin(), names.end(), name);
+    if (found != names.end()) return first + static_cast<std::int32_t>(found - names.begin());
   }
   refuse(place, describe_value(value), wanted);
 }
 
-const char* name_of(const Place& place, PyObject* value) {
+const char* name_of(const Place& place, nb::handle value) {
   constexpr const char* kWanted = "a name or None";
-  if (PyUnicode_Check(value) == 0) refuse(place, describe_value(value), kWanted);
-  Py_ssize_t length = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(value, &length);
-  if (text == nullptr) {  // half a surrogate pair
-    PyErr_Clear();
-    refuse(place, describe_value(value), kWanted);
-  }
-  if (std::strlen(text) != static_cast<std::size_t>(length)) {
+  std::string_view name;
+  if (!nb::try_cast(value, name)) refuse(place, describe_value(value), kWanted);
+  if (name.find('\0') != std::string_view::npos) {
     refuse(place, "a name with a zero byte", kWanted);
   }
-  return text;
+  return name.data();
 }
 
-void set_field(const CallObject* call, std::byte* base, const Field& field, PyObject* value) {
-  static constexpr std::array<const char*, 2> kAlignments = {"bottom_right", "top_left"};
-  static constexpr std::array<const char*, 1> kPrecisions = {"tf32"};
-  const Place place{call->op->name, field.name};
+// `held`: keeps what the field points to.
+void set_field(const Operator& op, const Field& field, void* base, nb::object& held,
+               nb::handle value) {
+  static constexpr std::array<std::string_view, 2> kAlignments = {"bottom_right", "top_left"};
+  static constexpr std::array<std::string_view, 1> kPrecisions = {"tf32"};
+  const Place place{op.name, field.name};
   const auto store = [&](auto number) {
-    std::memcpy(base + field.offset, &number, sizeof(number));
+    std::memcpy(static_cast<std::byte*>(base) + field.offset, &number, sizeof(number));
   };
   switch (field.kind) {
     case Kind::kTensor: {
-      TensorObject* tensor = as_tensor(value);
+      const Tensor* tensor = as_tensor(value);
       if (tensor == nullptr) {
-        PyErr_Format(PyExc_TypeError, "%s: wanted a Tensor", field.name);
-        throw PythonError{};
+        throw nb::type_error((std::string(field.name) + ": wanted a Tensor").c_str());
       }
-      store(static_cast<const onchip_tensor*>(&tensor->view));
-      check(PyDict_SetItem(call->held, field.key, value));
+      store(&tensor->view);
+      held = nb::borrow(value);
       return;
     }
     case Kind::kReal:
@@ -255,239 +252,135 @@ void set_field(const CallObject* call, std::byte* base, const Field& field, PyOb
       return store(choice_of(place, value, kPrecisions, ONCHIP_PRECISION_TF32, "None or \"tf32\""));
     case Kind::kName:
       store(name_of(place, value));
-      check(PyDict_SetItem(call->held, field.key, value));
+      held = nb::borrow(value);
       return;
   }
 }
 
 // None, like an absent key, leaves a field at its default. Returns how many keys were known.
-Py_ssize_t set_fields(const CallObject* call, std::byte* base, std::span<const Field> fields,
-                      PyObject* values) {
-  Py_ssize_t known = 0;
-  for (const Field& field : fields) {
-    PyObject* value = PyDict_GetItemWithError(values, field.key);
-    if (value == nullptr) {
-      if (PyErr_Occurred() != nullptr) throw PythonError{};
-      continue;
-    }
+std::size_t set_fields(const Operator& op, std::span<const Field> fields, void* base,
+                       std::span<nb::object> held, const nb::dict& values) {
+  std::size_t known = 0;
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    const nb::object value = values.get(fields[i].key, nb::handle());
+    if (!value.is_valid()) continue;
     ++known;
-    if (value != Py_None) set_field(call, base, field, value);
+    if (!value.is_none()) set_field(op, fields[i], base, held[i], value);
   }
   return known;
 }
 
-std::byte* args_base(CallObject* call) { return reinterpret_cast<std::byte*>(&call->args); }
-
-void set_all(CallObject* call, PyObject* values) {
-  Py_ssize_t known = set_fields(call, args_base(call), call->op->fields, values);
-  known +=
-      set_fields(call, reinterpret_cast<std::byte*>(&call->options), call->op->options, values);
-  if (known != PyDict_Size(values)) {
-    PyErr_Format(PyExc_TypeError, "%s: an argument it does not have, among %R", call->op->name,
-                 checked(PyDict_Keys(values)).get());
-    throw PythonError{};
-  }
-}
-
 // ---- the type -----------------------------------------------------------------------------------
 
-CallObject* as_call(PyObject* object) { return reinterpret_cast<CallObject*>(object); }
-
-void make_plan(CallObject* call) {
-  onchip_status status = ONCHIP_OK;
-  {
-    const WithoutGil others_run;  // a plan may compile a kernel
-    status = call->op->plan(call);
+Call::Call(const nb::str& name, const nb::dict& values) : op(operator_named(name)) {
+  op.initialise(*this);
+  const std::size_t known = set_fields(op, op.fields, &args, held_args, values) +
+                            set_fields(op, op.options, &options, held_options, values);
+  if (known != values.size()) {
+    throw nb::type_error((std::string(op.name) + ": an argument it does not have, among " +
+                          utf8(nb::repr(values.keys())))
+                             .c_str());
   }
-  check_status(status);
-  call->planned = true;
 }
 
-PyObject* call_new(PyTypeObject* type, PyObject* positional, PyObject* named) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&] {
-    PyObject* name = nullptr;
-    PyObject* values = nullptr;
-    if (named != nullptr && PyDict_Size(named) != 0) {
-      PyErr_SetString(PyExc_TypeError, "Call() takes no keyword arguments");
-      throw PythonError{};
-    }
-    if (PyArg_ParseTuple(positional, "UO!", &name, &PyDict_Type, &values) == 0) throw PythonError{};
-    const Operator& op = operator_named(name);
-    auto* call = PyObject_New(CallObject, type);
-    if (call == nullptr) throw PythonError{};
-    Ref result = Ref::steal(reinterpret_cast<PyObject*>(call));
-    call->op = &op;
-    call->options = ONCHIP_ATTENTION_OPTIONS_INIT;
-    call->plan = ONCHIP_PLAN_INIT;
-    call->planned = false;
-    call->held = nullptr;
-    op.initialise(call);
-    call->held = checked(PyDict_New()).release();
-    set_all(call, values);
-    return result.release();
-  });
+void Call::make_plan() {
+  check_without_gil([&] { return op.plan(*this); });  // may compile a kernel
+  planned = true;
 }
 
-void call_dealloc(PyObject* object) {
-  Py_XDECREF(as_call(object)->held);
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  PyObject_Free(object);
-  Py_DECREF(type);
-}
-
-PyObject* call_plan(PyObject* object, PyObject*) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&]() -> PyObject* {
-    make_plan(as_call(object));
-    Py_RETURN_NONE;
-  });
-}
-
-// The tensor fields of this operator get memory in place of shapes. A plan holds for every address
-// with the same 16-byte alignment (onchip.h, conventions); otherwise the run makes a new one.
-PyObject* call_bind(PyObject* object, PyObject* values) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&]() -> PyObject* {
-    CallObject* call = as_call(object);
-    const auto address = [&](const Field& field) {
-      const onchip_tensor* tensor = nullptr;
-      std::memcpy(&tensor, args_base(call) + field.offset, sizeof(tensor));
-      return tensor == nullptr ? 0 : reinterpret_cast<std::uintptr_t>(tensor->data);
+// A plan holds for every address with the same 16-byte alignment (onchip.h, conventions); otherwise
+// the run makes a new one.
+void Call::bind(const nb::dict& tensors) {
+  for (std::size_t i = 0; i < op.fields.size(); ++i) {
+    const Field& field = op.fields[i];
+    const nb::object value = tensors.get(field.key, nb::handle());
+    if (!value.is_valid()) continue;
+    const auto address = [&]() -> std::uintptr_t {
+      if (!held_args[i].is_valid()) return 0;
+      return reinterpret_cast<std::uintptr_t>(as_tensor(held_args[i])->view.data);
     };
-    for (const Field& field : call->op->fields) {
-      PyObject* value = PyDict_GetItemWithError(values, field.key);
-      if (value == nullptr) {
-        if (PyErr_Occurred() != nullptr) throw PythonError{};
-        continue;
-      }
-      const std::uintptr_t planned = address(field);
-      set_field(call, args_base(call), field, value);
-      if ((planned ^ address(field)) % 16 != 0) call->planned = false;
-    }
-    Py_RETURN_NONE;
-  });
+    const std::uintptr_t planned_address = address();
+    set_field(op, field, &args, held_args[i], value);
+    if ((planned_address ^ address()) % 16 != 0) planned = false;
+  }
 }
 
-void require_data(const CallObject* call) {
-  Py_ssize_t position = 0;
-  PyObject* key = nullptr;
-  PyObject* value = nullptr;
-  while (PyDict_Next(call->held, &position, &key, &value) != 0) {
-    const TensorObject* tensor = as_tensor(value);
-    if (tensor != nullptr && !tensor->has_data) {
-      refuse({call->op->name, utf8(key)}, "a shape without data", "an array");
+void require_data(const Operator& op, std::span<const Field> fields,
+                  std::span<const nb::object> held) {
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    if (fields[i].kind != Kind::kTensor || !held[i].is_valid()) continue;
+    if (!as_tensor(held[i])->has_data) {
+      refuse({op.name, fields[i].name}, "a shape without data", "an array");
     }
   }
 }
 
-void* aligned_workspace(const CallObject* call, const TensorObject* workspace) {
-  const auto address = reinterpret_cast<std::uintptr_t>(workspace->view.data);
-  const std::uintptr_t alignment = call->plan.workspace_alignment;
+void* aligned_workspace(const onchip_plan& plan, const Tensor& workspace) {
+  const auto address = reinterpret_cast<std::uintptr_t>(workspace.view.data);
+  const std::uintptr_t alignment = plan.workspace_alignment;
   const std::uintptr_t padding = (alignment - address % alignment) % alignment;
-  if (workspace->view.rank != 1 || !workspace->has_data ||
-      static_cast<std::uint64_t>(workspace->byte_strides[0] * workspace->view.shape[0]) <
-          call->plan.workspace_bytes + padding) {
-    PyErr_SetString(PyExc_ValueError, "the workspace is smaller than the plan wants");
-    throw PythonError{};
+  if (workspace.view.rank != 1 || !workspace.has_data ||
+      static_cast<std::uint64_t>(workspace.byte_strides[0] * workspace.view.shape[0]) <
+          plan.workspace_bytes + padding) {
+    throw nb::value_error("the workspace is smaller than the plan wants");
   }
-  return static_cast<std::byte*>(workspace->view.data) + padding;
+  return static_cast<std::byte*>(workspace.view.data) + padding;
 }
 
-PyObject* call_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&]() -> PyObject* {
-    CallObject* call = as_call(object);
-    const TensorObject* workspace = count == 2 ? as_tensor(args[0]) : nullptr;
-    if (count != 2 || (workspace == nullptr && args[0] != Py_None)) {
-      PyErr_SetString(PyExc_TypeError, "run() takes a Tensor or None, and a stream");
-      throw PythonError{};
-    }
-    const std::uint64_t stream = PyLong_AsUnsignedLongLong(args[1]);
-    if (PyErr_Occurred() != nullptr) throw PythonError{};
-    require_data(call);
-    if (!call->planned) make_plan(call);
-    void* memory = workspace == nullptr ? nullptr : aligned_workspace(call, workspace);
-    onchip_status status = ONCHIP_OK;
-    {
-      const WithoutGil others_run;
-      status = call->op->run(call, memory, reinterpret_cast<void*>(stream));
-    }
-    check_status(status);
-    Py_RETURN_NONE;
+void Call::run(const Tensor* workspace, std::uint64_t stream) {
+  require_data(op, op.fields, held_args);
+  require_data(op, op.options, held_options);
+  if (!planned) make_plan();
+  void* memory = workspace == nullptr ? nullptr : aligned_workspace(plan, *workspace);
+  check_without_gil([&] { return op.run(*this, memory, reinterpret_cast<void*>(stream)); });
+}
+
+nb::str Call::explain() const {
+  return text_of([&](char* text, std::size_t capacity, std::size_t* length) {
+    return onchip_explain(op.number, &args, text, capacity, length);
   });
 }
 
-PyObject* call_explain(PyObject* object, PyObject*) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&] {
-    CallObject* call = as_call(object);
-    return text_of([&](char* text, std::size_t capacity, std::size_t* length) {
-             return onchip_explain(call->op->number, &call->args, text, capacity, length);
-           })
-        .release();
-  });
+std::optional<std::string_view> name_or_none(const char* name) {
+  if (name == nullptr) return std::nullopt;
+  return name;
 }
-
-PyObject* get_workspace_bytes(PyObject* object, void*) {
-  return PyLong_FromSize_t(as_call(object)->plan.workspace_bytes);
-}
-
-PyObject* get_workspace_alignment(PyObject* object, void*) {
-  return PyLong_FromSize_t(as_call(object)->plan.workspace_alignment);
-}
-
-PyObject* text_or_none(const char* text) {
-  if (text == nullptr) Py_RETURN_NONE;
-  return PyUnicode_FromString(text);
-}
-
-PyObject* get_backend(PyObject* object, void*) {
-  return text_or_none(as_call(object)->plan.backend);
-}
-
-PyObject* get_kernel(PyObject* object, void*) { return text_or_none(as_call(object)->plan.kernel); }
-
-std::array<PyGetSetDef, 5> getters = {{
-    {"workspace_bytes", get_workspace_bytes, nullptr, "What run needs.", nullptr},
-    {"workspace_alignment", get_workspace_alignment, nullptr, "Of its address.", nullptr},
-    {"backend", get_backend, nullptr, "Chosen by plan; None before.", nullptr},
-    {"kernel", get_kernel, nullptr, "Chosen by plan; None before.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-}};
-
-std::array<PyMethodDef, 5> methods = {{
-    {"plan", call_plan, METH_NOARGS, "plan($self, /)\n--\n\nChecks the call and picks a backend."},
-    {"bind", call_bind, METH_O,
-     "bind($self, tensors, /)\n--\n\nReplaces Tensors of the same shapes."},
-    {"run", fastcall(call_run), METH_FASTCALL,
-     "run($self, workspace, stream, /)\n--\n\nComputes, without holding the GIL."},
-    {"explain", call_explain, METH_NOARGS,
-     "explain($self, /)\n--\n\nWhich backend takes the call, and why others do not."},
-    {nullptr, nullptr, 0, nullptr},
-}};
 
 void intern_names(std::span<Field> fields) {
   for (Field& field : fields) {
     field.key = PyUnicode_InternFromString(field.name);
-    if (field.key == nullptr) throw PythonError{};
+    if (!field.key.is_valid()) nb::raise_python_error();
   }
 }
 
 }  // namespace
 
-PyObject* make_call_type() {
+void bind_call(nb::module_& module) {
   for (const Operator& op : kOperators) {
     intern_names(op.fields);
     intern_names(op.options);
   }
-  std::array<PyType_Slot, 6> slots = {{
-      {Py_tp_new, reinterpret_cast<void*>(call_new)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(call_dealloc)},
-      {Py_tp_getset, getters.data()},
-      {Py_tp_methods, methods.data()},
-      {Py_tp_doc,
-       const_cast<char*>("Call(operator, arguments, /)\n--\n\nOne call of an operator.")},
-      {0, nullptr},
-  }};
-  PyType_Spec spec = {"onchip._native.Call", sizeof(CallObject), 0, Py_TPFLAGS_DEFAULT,
-                      slots.data()};
-  return checked(PyType_FromSpec(&spec)).release();
+  nb::class_<Call>(module, "Call", nb::is_final(), nb::pooled(),
+                   nb::sig("@typing.final\nclass Call()"),
+                   "One call of an operator: its argument struct, plan and run.")
+      .def(
+          nb::init<const nb::str&, const nb::dict&>(),
+          nb::sig("def __init__(self, operator: str, arguments: dict[str, typing.Any], /) -> None"),
+          "`arguments` by the names of the C struct and its options; None leaves a default.")
+      .def_prop_ro("workspace_bytes", [](const Call& self) { return self.plan.workspace_bytes; })
+      .def_prop_ro("workspace_alignment",
+                   [](const Call& self) { return self.plan.workspace_alignment; })
+      .def_prop_ro("backend", [](const Call& self) { return name_or_none(self.plan.backend); })
+      .def_prop_ro("kernel", [](const Call& self) { return name_or_none(self.plan.kernel); })
+      .def("plan", &Call::make_plan, nb::sig("def plan(self, /) -> None"),
+           "Checks the whole contract and picks a backend.")
+      .def("bind", &Call::bind, nb::sig("def bind(self, tensors: dict[str, Tensor], /) -> None"),
+           "Replaces Tensors by others of the same shapes.")
+      .def("run", &Call::run, nb::arg().none(), nb::arg(),
+           nb::sig("def run(self, workspace: Tensor | None, stream: int, /) -> None"),
+           "Computes, without holding the GIL.")
+      .def("explain", &Call::explain, nb::sig("def explain(self, /) -> str"),
+           "Which backend takes the call, and why others do not.");
 }
 
 }  // namespace onchip_python

@@ -1,11 +1,11 @@
 // onchip._native.Call: one operator's argument struct, its plan and its run.
 #pragma once
 
-#include "python.hpp"
+#include "errors.hpp"
 
 namespace onchip_python {
 
 // Called once, by the module.
-PyObject* make_call_type();
+void bind_call(nb::module_& module);
 
 }  // namespace onchip_python

@@ -1,13 +1,11 @@
 // Arrays of any library into Tensors.
 #pragma once
 
-#include "python.hpp"
+#include "errors.hpp"
 
 namespace onchip_python {
 
-// tensor(op, argument, array, dtype, writable, stream) -> Tensor, through the first that works of:
-// the DLPack C exchange interface of the array's type, __dlpack__, the buffer protocol. Python
-// signature and meaning of the arguments: _native.pyi.
-PyObject* tensor_of_array(PyObject* module, PyObject* const* args, Py_ssize_t count);
+// Called once, by the module.
+void bind_cast(nb::module_& module);
 
 }  // namespace onchip_python

@@ -1,29 +1,33 @@
 #include "tensor.hpp"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
-#include <cstdio>
 #include <cstring>
 #include <limits>
-
-#include "dlpack.hpp"
+#include <new>
+#include <optional>
+#include <span>
+#include <utility>
 
 namespace onchip_python {
 
 namespace {
 
-PyTypeObject* tensor_type = nullptr;
-
 constexpr std::array<DTypeRow, 8> kDTypes = {{
-    {"float64", ONCHIP_FLOAT64, 8},
-    {"float32", ONCHIP_FLOAT32, 4},
-    {"float16", ONCHIP_FLOAT16, 2},
-    {"bfloat16", ONCHIP_BFLOAT16, 2},
-    {"float8_e4m3", ONCHIP_FLOAT8_E4M3, 1},
-    {"int64", ONCHIP_INT64, 8},
-    {"int32", ONCHIP_INT32, 4},
-    {"bool", ONCHIP_BOOL, 1},
+    {"float64", ONCHIP_FLOAT64, 8, dlpack::kFloat},
+    {"float32", ONCHIP_FLOAT32, 4, dlpack::kFloat},
+    {"float16", ONCHIP_FLOAT16, 2, dlpack::kFloat},
+    {"bfloat16", ONCHIP_BFLOAT16, 2, dlpack::kBfloat},
+    {"float8_e4m3", ONCHIP_FLOAT8_E4M3, 1, dlpack::kFloat8E4m3Fn},
+    {"int64", ONCHIP_INT64, 8, dlpack::kInt},
+    {"int32", ONCHIP_INT32, 4, dlpack::kInt},
+    {"bool", ONCHIP_BOOL, 1, dlpack::kBool},
 }};
 
 // Shapes without data get addresses that no process has memory at, each its own range, so that
@@ -34,9 +38,14 @@ constexpr std::uint64_t kPage = 4096;
 
 constexpr std::int64_t kCopyAlignment = 64;
 
-const DTypeRow& dtype_of(const TensorObject* self) {
-  return *std::find_if(kDTypes.begin(), kDTypes.end(),
-                       [&](const DTypeRow& row) { return row.dtype == self->view.dtype; });
+template <typename Predicate>
+const DTypeRow* find_row(Predicate&& wanted) {
+  const auto* row = std::find_if(kDTypes.begin(), kDTypes.end(), wanted);
+  return row == kDTypes.end() ? nullptr : row;
+}
+
+const DTypeRow& dtype_of(const onchip_tensor& view) {
+  return *find_row([&](const DTypeRow& row) { return row.dtype == view.dtype; });
 }
 
 bool is_empty(const onchip_tensor& view) {
@@ -49,59 +58,22 @@ std::int64_t saturating_product(std::int64_t a, std::int64_t b) {
                                                 : product;
 }
 
-void release_owned(TensorObject* self) {
-  void* owned = std::exchange(self->owned, nullptr);
-  switch (std::exchange(self->owner, Owner::kNone)) {
-    case Owner::kNone:
-      break;
-    case Owner::kManaged: {
-      auto* managed = static_cast<dlpack::ManagedTensor*>(owned);
-      if (managed->deleter != nullptr) managed->deleter(managed);
-      break;
-    }
-    case Owner::kManagedVersioned: {
-      auto* managed = static_cast<dlpack::ManagedTensorVersioned*>(owned);
-      if (managed->deleter != nullptr) managed->deleter(managed);
-      break;
-    }
-    case Owner::kBuffer:
-      PyBuffer_Release(static_cast<Py_buffer*>(owned));
-      PyMem_Free(owned);
-      break;
-    case Owner::kMemory:
-      PyMem_Free(owned);
-      break;
-  }
+using IntTuple = nb::typed<nb::tuple, int, nb::ellipsis>;
+
+IntTuple int_tuple(std::span<const std::int64_t> values) {
+  nb::tuple_builder builder(values.size());
+  for (const std::int64_t value : values) builder.put(value);
+  return builder.commit();
 }
 
-void tensor_dealloc(PyObject* object) {
-  {
-    const ErrorAside aside;  // a deleter may run Python code
-    release_owned(reinterpret_cast<TensorObject*>(object));
-  }
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  PyObject_Free(object);
-  Py_DECREF(type);
-}
-
-PyObject* int_tuple(const std::int64_t* values, std::int32_t count) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&] {
-    Ref tuple = checked(PyTuple_New(count));
-    for (std::int32_t i = 0; i < count; ++i) {
-      check(PyTuple_SetItem(tuple.get(), i, checked(PyLong_FromLongLong(values[i])).release()));
-    }
-    return tuple.release();
-  });
-}
-
-void copy_elements(const TensorObject* from, const TensorObject* to, std::int64_t size) {
-  const onchip_tensor& view = from->view;
+void copy_elements(const Tensor& from, const Tensor& to, std::int64_t size) {
+  const onchip_tensor& view = from.view;
   const int inner = view.rank - 1;
   const std::int64_t run = inner < 0 ? 1 : view.shape[inner];
-  const std::int64_t step = inner < 0 ? 0 : from->byte_strides[inner];
+  const std::int64_t step = inner < 0 ? 0 : from.byte_strides[inner];
   std::array<std::int64_t, ONCHIP_MAX_RANK> index{};
   const auto* source = static_cast<const std::byte*>(view.data);
-  auto* target = static_cast<std::byte*>(to->view.data);
+  auto* target = static_cast<std::byte*>(to.view.data);
   for (;;) {
     for (std::int64_t i = 0; i < run; ++i) {
       std::memcpy(target + i * size, source + i * step, static_cast<std::size_t>(size));
@@ -109,14 +81,14 @@ void copy_elements(const TensorObject* from, const TensorObject* to, std::int64_
     int axis = inner - 1;
     for (; axis >= 0; --axis) {
       // An axis that repeats its source stays one in the copy.
-      const std::int64_t extent = to->byte_strides[axis] == 0 ? 1 : view.shape[axis];
+      const std::int64_t extent = to.byte_strides[axis] == 0 ? 1 : view.shape[axis];
       if (++index[static_cast<std::size_t>(axis)] < extent) {
-        source += from->byte_strides[axis];
-        target += to->byte_strides[axis];
+        source += from.byte_strides[axis];
+        target += to.byte_strides[axis];
         break;
       }
-      source -= (extent - 1) * from->byte_strides[axis];
-      target -= (extent - 1) * to->byte_strides[axis];
+      source -= (extent - 1) * from.byte_strides[axis];
+      target -= (extent - 1) * to.byte_strides[axis];
       index[static_cast<std::size_t>(axis)] = 0;
     }
     if (axis < 0) return;
@@ -125,95 +97,32 @@ void copy_elements(const TensorObject* from, const TensorObject* to, std::int64_
 
 // A row-major copy in host memory. Outer axes of stride 0 stay so: a broadcast array costs no more
 // than what it repeats.
-PyObject* tensor_contiguous(PyObject* object, PyObject*) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&] {
-    auto* self = reinterpret_cast<TensorObject*>(object);
-    if (self->layout_problem[0] == '\0') return Ref::borrow(object).release();
-    if (self->view.device_type != ONCHIP_DEVICE_CPU) {
-      PyErr_SetString(PyExc_TypeError, "contiguous() copies host memory only");
-      throw PythonError{};
-    }
-    const std::int64_t size = dtype_of(self).size;
-    Ref result = new_tensor();
-    TensorObject* copy = as_tensor(result);
-    copy->view = self->view;
-    std::int64_t bytes = size;
-    for (int axis = self->view.rank - 1; axis >= 0; --axis) {
-      const bool repeats = axis < self->view.rank - 1 && self->byte_strides[axis] == 0;
-      copy->byte_strides[axis] = repeats ? 0 : bytes;
-      if (!repeats) bytes = saturating_product(bytes, self->view.shape[axis]);
-    }
-    void* memory = bytes > std::numeric_limits<std::int64_t>::max() - kCopyAlignment
-                       ? nullptr
-                       : PyMem_Malloc(static_cast<std::size_t>(bytes + kCopyAlignment));
-    if (memory == nullptr) {
-      PyErr_NoMemory();
-      throw PythonError{};
-    }
-    copy->owner = Owner::kMemory;
-    copy->owned = memory;
-    const auto address = reinterpret_cast<std::uintptr_t>(memory);
-    copy->view.data = static_cast<std::byte*>(memory) + (kCopyAlignment - address % kCopyAlignment);
-    describe_layout(copy);
-    {
-      const WithoutGil others_run;
-      copy_elements(self, copy, size);
-    }
-    return result.release();
-  });
+Tensor contiguous_copy(const Tensor& tensor) {
+  if (tensor.view.device_type != ONCHIP_DEVICE_CPU) {
+    throw nb::type_error("contiguous() copies host memory only");
+  }
+  const std::int64_t size = dtype_of(tensor.view).size;
+  Tensor copy;
+  copy.view = tensor.view;
+  std::int64_t bytes = size;
+  for (int axis = tensor.view.rank - 1; axis >= 0; --axis) {
+    const bool repeats = axis < tensor.view.rank - 1 && tensor.byte_strides[axis] == 0;
+    copy.byte_strides[axis] = repeats ? 0 : bytes;
+    if (!repeats) bytes = saturating_product(bytes, tensor.view.shape[axis]);
+  }
+  // Python's allocator, so that tracemalloc counts it.
+  void* memory = bytes > std::numeric_limits<std::int64_t>::max() - kCopyAlignment
+                     ? nullptr
+                     : PyMem_Malloc(static_cast<std::size_t>(bytes + kCopyAlignment));
+  if (memory == nullptr) throw std::bad_alloc();
+  copy.owner = Owner(memory, PyMem_Free);
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  copy.view.data = static_cast<std::byte*>(memory) + (kCopyAlignment - address % kCopyAlignment);
+  copy.set_strides();
+  const nb::gil_scoped_release others_run;
+  copy_elements(tensor, copy, size);
+  return copy;
 }
-
-PyObject* get_shape(PyObject* object, void*) {
-  const auto* self = reinterpret_cast<TensorObject*>(object);
-  return int_tuple(self->view.shape, self->view.rank);
-}
-
-PyObject* get_strides(PyObject* object, void*) {
-  const auto* self = reinterpret_cast<TensorObject*>(object);
-  return int_tuple(self->byte_strides, self->view.rank);
-}
-
-PyObject* get_dtype(PyObject* object, void*) {
-  return PyUnicode_FromString(dtype_of(reinterpret_cast<TensorObject*>(object)).name);
-}
-
-PyObject* get_device(PyObject* object, void*) {
-  const auto* self = reinterpret_cast<TensorObject*>(object);
-  return Py_BuildValue("(ii)", self->view.device_type, self->view.device_id);
-}
-
-PyObject* get_address(PyObject* object, void*) {
-  const auto* self = reinterpret_cast<TensorObject*>(object);
-  return PyLong_FromVoidPtr(self->view.data);
-}
-
-PyObject* get_has_data(PyObject* object, void*) {
-  return PyBool_FromLong(reinterpret_cast<TensorObject*>(object)->has_data);
-}
-
-PyObject* get_layout_problem(PyObject* object, void*) {
-  const auto* self = reinterpret_cast<TensorObject*>(object);
-  if (self->layout_problem[0] == '\0') Py_RETURN_NONE;
-  return PyUnicode_FromString(self->layout_problem);
-}
-
-std::array<PyGetSetDef, 8> getters = {{
-    {"shape", get_shape, nullptr, "Extents.", nullptr},
-    {"byte_strides", get_strides, nullptr, "Strides in bytes.", nullptr},
-    {"dtype", get_dtype, nullptr, "Name of the element type.", nullptr},
-    {"device", get_device, nullptr, "(DLPack device type, ordinal): (1, 0) is the CPU.", nullptr},
-    {"address", get_address, nullptr, "Of the first element.", nullptr},
-    {"has_data", get_has_data, nullptr, "False for a shape alone.", nullptr},
-    {"layout_problem", get_layout_problem, nullptr,
-     "Why the C library would not take this layout, or None.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-}};
-
-std::array<PyMethodDef, 2> methods = {{
-    {"contiguous", tensor_contiguous, METH_NOARGS,
-     "contiguous($self, /)\n--\n\nItself where the layout is fine, else a copy in host memory."},
-    {nullptr, nullptr, 0, nullptr},
-}};
 
 std::uint64_t next_address(std::int64_t bytes) {
   static std::uint64_t next = kFirstAddress;  // guarded by the GIL
@@ -225,6 +134,31 @@ std::uint64_t next_address(std::int64_t bytes) {
   return address;
 }
 
+Tensor tensor_of_shape(const char* op, const char* argument, nb::handle shape, const char* dtype,
+                       std::int32_t device_type, std::int32_t device_id) {
+  const Place place{op, argument};
+  Tensor tensor;
+  onchip_tensor& view = tensor.view;
+  tensor.has_data = false;
+  const nb::tuple extents(shape);
+  tensor.set_rank(place, static_cast<std::int64_t>(extents.size()));
+  std::int64_t* next_extent = view.shape;
+  for (const nb::handle extent : extents) {
+    *next_extent = count_of(place, extent);
+    if (*next_extent++ < 0) refuse(place, "a negative extent", "extents of 0 or more");
+  }
+  const DTypeRow* row = find_dtype(dtype);
+  if (row == nullptr) refuse(place, "dtype " + describe_value(nb::str(dtype)), dtype_names());
+  view.dtype = row->dtype;
+  view.device_type = device_type;
+  view.device_id = device_id;
+  tensor.set_row_major();
+  std::int64_t bytes = row->size;
+  for (std::int32_t i = 0; i < view.rank; ++i) bytes = saturating_product(bytes, view.shape[i]);
+  view.data = reinterpret_cast<void*>(next_address(bytes));
+  return tensor;
+}
+
 }  // namespace
 
 const char* dtype_names() {
@@ -232,120 +166,104 @@ const char* dtype_names() {
 }
 
 const DTypeRow* find_dtype(std::string_view name) {
-  const auto* row = std::find_if(kDTypes.begin(), kDTypes.end(),
-                                 [&](const DTypeRow& candidate) { return name == candidate.name; });
-  return row == kDTypes.end() ? nullptr : row;
+  return find_row([&](const DTypeRow& row) { return row.name == name; });
 }
 
-Ref new_tensor() {
-  auto* self = PyObject_New(TensorObject, tensor_type);
-  if (self == nullptr) throw PythonError{};
-  self->view = onchip_tensor{};
-  std::fill(std::begin(self->byte_strides), std::end(self->byte_strides), 0);
-  self->owner = Owner::kNone;
-  self->owned = nullptr;
-  self->has_data = true;
-  self->layout_problem[0] = '\0';
-  return Ref::steal(reinterpret_cast<PyObject*>(self));
+const DTypeRow* find_dtype(dlpack::DataType type) {
+  return find_row([&](const DTypeRow& row) {
+    return row.code == type.code && row.size * 8 == type.bits && type.lanes == 1;
+  });
 }
 
-TensorObject* as_tensor(PyObject* object) {
-  return Py_IS_TYPE(object, tensor_type) ? reinterpret_cast<TensorObject*>(object) : nullptr;
-}
-
-void set_rank(const Place& place, TensorObject* self, std::int64_t rank) {
+void Tensor::set_rank(const Place& place, std::int64_t rank) {
   if (rank > ONCHIP_MAX_RANK) {
     refuse(place, "rank " + std::to_string(rank),
            "rank " + std::to_string(ONCHIP_MAX_RANK) + " at most");
   }
-  self->view.rank = static_cast<std::int32_t>(rank);
+  view.rank = static_cast<std::int32_t>(rank);
 }
 
-void set_row_major(TensorObject* self) {
-  const std::int64_t size = dtype_of(self).size;
+void Tensor::set_row_major() {
+  const std::int64_t size = dtype_of(view).size;
   std::int64_t stride = 1;
-  for (int axis = self->view.rank - 1; axis >= 0; --axis) {
-    // As describe_layout does: a plan compares strides.
-    self->view.strides[axis] = self->view.shape[axis] == 1 ? 1 : stride;
-    self->byte_strides[axis] = saturating_product(self->view.strides[axis], size);
-    stride = saturating_product(stride, std::max<std::int64_t>(self->view.shape[axis], 1));
-  }
-}
-
-void describe_layout(TensorObject* self) {
-  onchip_tensor& view = self->view;
-  if (is_empty(view)) {
-    set_row_major(self);
-    return;
-  }
-  const std::int64_t size = dtype_of(self).size;
-  char* problem = self->layout_problem;
-  const auto say = [&](const char* format, std::int64_t value) {
-    if (*problem != '\0') return;
-    std::snprintf(problem, sizeof(self->layout_problem), format, static_cast<long long>(value));
-  };
   for (int axis = view.rank - 1; axis >= 0; --axis) {
+    // As set_strides does: a plan compares strides.
+    view.strides[axis] = view.shape[axis] == 1 ? 1 : stride;
+    byte_strides[axis] = saturating_product(view.strides[axis], size);
+    stride = saturating_product(stride, std::max<std::int64_t>(view.shape[axis], 1));
+  }
+}
+
+// Every size is a power of two, and 64-bit divisions would take longer than all the rest.
+void Tensor::set_strides() {
+  if (is_empty(view)) return set_row_major();
+  const std::int64_t size = dtype_of(view).size;
+  const int size_log2 = std::countr_zero(static_cast<std::uint64_t>(size));
+  for (int axis = 0; axis < view.rank; ++axis) {
     // The stride of an axis with one element is never used, and producers leave anything there.
-    if (view.shape[axis] == 1) self->byte_strides[axis] = size;
-    const std::int64_t stride = self->byte_strides[axis];
-    view.strides[axis] = stride / size;
-    if (stride % size != 0) {
-      say("stride of %lld bytes", stride);
-    } else if (axis == view.rank - 1 && stride != size) {
-      say("innermost stride %lld", stride / size);
-    }
-  }
-  if (reinterpret_cast<std::uintptr_t>(view.data) % static_cast<std::uintptr_t>(size) != 0) {
-    say("address not a multiple of %lld", size);
+    if (view.shape[axis] == 1) byte_strides[axis] = size;
+    view.strides[axis] = byte_strides[axis] >> size_log2;
   }
 }
 
-PyObject* make_tensor_type() {
-  std::array<PyType_Slot, 5> slots = {{
-      {Py_tp_dealloc, reinterpret_cast<void*>(tensor_dealloc)},
-      {Py_tp_getset, getters.data()},
-      {Py_tp_methods, methods.data()},
-      {Py_tp_doc, const_cast<char*>("A strided view of an array's memory, kept alive.")},
-      {0, nullptr},
-  }};
-  PyType_Spec spec = {"onchip._native.Tensor", sizeof(TensorObject), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots.data()};
-  PyObject* type = checked(PyType_FromSpec(&spec)).release();
-  tensor_type = reinterpret_cast<PyTypeObject*>(type);
-  return type;
+std::string Tensor::layout_problem() const {
+  if (is_empty(view)) return {};
+  const std::int64_t size = dtype_of(view).size;
+  const auto is_multiple = [&](std::int64_t bytes) { return (bytes & (size - 1)) == 0; };
+  for (int axis = view.rank - 1; axis >= 0; --axis) {
+    if (!is_multiple(byte_strides[axis])) {
+      return "stride of " + std::to_string(byte_strides[axis]) + " bytes";
+    }
+    if (axis == view.rank - 1 && byte_strides[axis] != size) {
+      return "innermost stride " + std::to_string(view.strides[axis]);
+    }
+  }
+  if (!is_multiple(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(view.data)))) {
+    return "address not a multiple of " + std::to_string(size);
+  }
+  return {};
 }
 
-PyObject* tensor_of_shape(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return guarded<>(static_cast<PyObject*>(nullptr), [&] {
-    if (count != 6) {
-      PyErr_SetString(PyExc_TypeError, "shape() takes 6 arguments");
-      throw PythonError{};
-    }
-    const Place place{utf8(args[0]), utf8(args[1])};
-    Ref result = new_tensor();
-    TensorObject* self = as_tensor(result);
-    self->has_data = false;
-    const Ref extents = checked(PySequence_Tuple(args[2]));
-    set_rank(place, self, PyTuple_Size(extents.get()));
-    for (std::int32_t i = 0; i < self->view.rank; ++i) {
-      self->view.shape[i] = PyLong_AsLongLong(PyTuple_GetItem(extents.get(), i));
-      if (PyErr_Occurred() != nullptr) throw PythonError{};
-      if (self->view.shape[i] < 0) refuse(place, "a negative extent", "extents of 0 or more");
-    }
-    const DTypeRow* row = find_dtype(utf8(args[3]));
-    if (row == nullptr) refuse(place, "dtype " + describe_value(args[3]), dtype_names());
-    self->view.dtype = row->dtype;
-    self->view.device_type = static_cast<std::int32_t>(PyLong_AsLong(args[4]));
-    self->view.device_id = static_cast<std::int32_t>(PyLong_AsLong(args[5]));
-    if (PyErr_Occurred() != nullptr) throw PythonError{};
-    set_row_major(self);
-    std::int64_t bytes = row->size;
-    for (std::int32_t i = 0; i < self->view.rank; ++i) {
-      bytes = saturating_product(bytes, self->view.shape[i]);
-    }
-    self->view.data = reinterpret_cast<void*>(next_address(bytes));
-    return result.release();
-  });
+void bind_tensor(nb::module_& module) {
+  const auto extents = [](const Tensor& tensor, const std::int64_t* values) {
+    return int_tuple({values, static_cast<std::size_t>(tensor.view.rank)});
+  };
+  nb::class_<Tensor> type(module, "Tensor", nb::is_final(), nb::pooled(),
+                          nb::sig("@typing.final\nclass Tensor()"),
+                          "A strided view of an array's memory, kept alive.");
+  tensor_type = type;
+  type.def_prop_ro("shape", [=](const Tensor& self) { return extents(self, self.view.shape); })
+      .def_prop_ro("byte_strides",
+                   [=](const Tensor& self) { return extents(self, self.byte_strides); })
+      .def_prop_ro("dtype", [](const Tensor& self) { return dtype_of(self.view).name; })
+      .def_prop_ro(
+          "device",
+          [](const Tensor& self) { return std::pair(self.view.device_type, self.view.device_id); },
+          "(DLPack device type, ordinal): (1, 0) is the CPU, (2, n) a CUDA GPU.")
+      .def_prop_ro(
+          "address",
+          [](const Tensor& self) { return reinterpret_cast<std::uintptr_t>(self.view.data); })
+      .def_prop_ro("has_data", [](const Tensor& self) { return self.has_data; })
+      .def_prop_ro(
+          "layout_problem",
+          [](const Tensor& self) {
+            std::string problem = self.layout_problem();
+            return problem.empty() ? std::nullopt : std::optional(std::move(problem));
+          },
+          "Why the C library would not take this layout (\"innermost stride 64\").")
+      .def(
+          "contiguous",
+          [](nb::pointer_and_handle<Tensor> self) {
+            return self.p->layout_problem().empty() ? nb::borrow(self.h)
+                                                    : nb::cast(contiguous_copy(*self.p));
+          },
+          nb::sig("def contiguous(self, /) -> Tensor"),
+          "Itself where the layout is fine, else a copy in host memory. Outer axes that repeat\n"
+          "(stride 0) still do in the copy.");
+  module.def("shape", tensor_of_shape,
+             nb::sig("def shape(op: str, argument: str, shape: collections.abc.Sequence[int], "
+                     "dtype: str, device_type: int, device_id: int, /) -> Tensor"),
+             "A row-major shape without memory: it can be planned and explained, not run.");
 }
 
 }  // namespace onchip_python

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <string_view>
 
-#include "python.hpp"
+#include "dlpack.hpp"
+#include "errors.hpp"
 
 namespace onchip_python {
 
@@ -12,46 +15,45 @@ struct DTypeRow {
   const char* name;
   std::int32_t dtype;  // onchip_dtype
   std::int64_t size;
+  dlpack::TypeCode code;
 };
 
 // For "wanted".
 const char* dtype_names();
 
-// NULL if there is none of that name.
+// NULL if there is no such one.
 const DTypeRow* find_dtype(std::string_view name);
+const DTypeRow* find_dtype(dlpack::DataType type);
 
-enum class Owner : std::int32_t { kNone, kManaged, kManagedVersioned, kBuffer, kMemory };
+// Gives memory back with the function that its kind needs.
+using Owner = std::unique_ptr<void, void (*)(void*)>;
 
-struct TensorObject {
-  PyObject_HEAD onchip_tensor view;
-  std::int64_t byte_strides[ONCHIP_MAX_RANK];
-  // By `owner`: dlpack::ManagedTensor*, dlpack::ManagedTensorVersioned*, Py_buffer* (PyMem), or
-  // memory (PyMem).
-  Owner owner;
-  void* owned;
-  bool has_data;            // false: a shape alone, for plans and explanations
-  char layout_problem[56];  // why the C library would not take this layout; "" = it would
+struct Tensor {
+  onchip_tensor view{};
+  std::int64_t byte_strides[ONCHIP_MAX_RANK] = {};
+  Owner owner{nullptr, nullptr};
+  bool has_data = true;  // false: a shape alone, for plans and explanations
+
+  void set_rank(const Place& place, std::int64_t rank);
+
+  // Fills both kinds of strides. Extents too large to address saturate; the C library refuses them.
+  void set_row_major();
+
+  // Fills strides in elements from byte_strides. Needs dtype and shape.
+  void set_strides();
+
+  // Why the C library would not take this layout; "" = it would.
+  std::string layout_problem() const;
 };
 
-// A tensor of rank 0 that owns nothing yet.
-Ref new_tensor();
+inline nb::handle tensor_type;
 
-// `object` as a Tensor, NULL if it is something else.
-TensorObject* as_tensor(PyObject* object);
-inline TensorObject* as_tensor(const Ref& ref) { return as_tensor(ref.get()); }
-
-// Fills strides in elements from byte_strides, and layout_problem. Needs data, dtype and shape.
-void describe_layout(TensorObject* self);
-
-// Fills both kinds of strides. Extents too large to address saturate; the C library refuses them.
-void set_row_major(TensorObject* self);
-
-void set_rank(const Place& place, TensorObject* self, std::int64_t rank);
+// `value` as a Tensor, NULL if it is something else. The type is final: no other type is one.
+inline Tensor* as_tensor(nb::handle value) {
+  return value.type().is(tensor_type) ? nb::inst_ptr<Tensor>(value) : nullptr;
+}
 
 // Called once, by the module.
-PyObject* make_tensor_type();
-
-// shape(op, argument, shape, dtype, device_type, device_id) -> Tensor without data.
-PyObject* tensor_of_shape(PyObject* module, PyObject* const* args, Py_ssize_t count);
+void bind_tensor(nb::module_& module);
 
 }  // namespace onchip_python

@@ -1,4 +1,6 @@
-"""onchip's C interface for Python. It knows no attention: arrays in, plan, run, errors out."""
+"""
+onchip's C interface for Python. It knows no attention: arrays in, plan, run, errors out.
+"""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -16,6 +18,7 @@ class Tensor:
     @property
     def device(self) -> tuple[int, int]:
         """(DLPack device type, ordinal): (1, 0) is the CPU, (2, n) a CUDA GPU."""
+
     @property
     def address(self) -> int: ...
     @property
@@ -23,16 +26,29 @@ class Tensor:
     @property
     def layout_problem(self) -> str | None:
         """Why the C library would not take this layout ("innermost stride 64")."""
-    def contiguous(self) -> Tensor:
-        """Itself where the layout is fine, else a copy in host memory. Outer axes that repeat
-        (stride 0) still do in the copy."""
+
+    def contiguous(self, /) -> Tensor:
+        """
+        Itself where the layout is fine, else a copy in host memory. Outer axes that repeat
+        (stride 0) still do in the copy.
+        """
+
+def shape(
+    op: str, argument: str, shape: Sequence[int], dtype: str, device_type: int, device_id: int, /
+) -> Tensor:
+    """
+    A row-major shape without memory: it can be planned and explained, not run.
+    """
 
 @final
 class Call:
     """One call of an operator: its argument struct, plan and run."""
 
-    def __new__(cls, operator: str, arguments: dict[str, Any], /) -> Call:
-        """`arguments` by the names of the C struct and its options; None leaves a default."""
+    def __init__(self, operator: str, arguments: dict[str, Any], /) -> None:
+        """
+        `arguments` by the names of the C struct and its options; None leaves a default.
+        """
+
     @property
     def workspace_bytes(self) -> int: ...
     @property
@@ -41,46 +57,51 @@ class Call:
     def backend(self) -> str | None: ...
     @property
     def kernel(self) -> str | None: ...
-    def plan(self) -> None:
+    def plan(self, /) -> None:
         """Checks the whole contract and picks a backend."""
+
     def bind(self, tensors: dict[str, Tensor], /) -> None:
         """Replaces Tensors by others of the same shapes."""
-    def run(self, workspace: Tensor | None, stream: int, /) -> None: ...
-    def explain(self) -> str: ...
+
+    def run(self, workspace: Tensor | None, stream: int, /) -> None:
+        """Computes, without holding the GIL."""
+
+    def explain(self, /) -> str:
+        """Which backend takes the call, and why others do not."""
 
 def tensor(
-    op: str,
-    argument: str,
-    array: object,
-    dtype: str | None,
-    writable: bool,
-    stream: int,
-    /,
+    op: str, argument: str, array: object, dtype: str | None, writable: bool, stream: int, /
 ) -> Tensor:
-    """An array's memory, through the first that works of: the DLPack C exchange interface of its
+    """
+    An array's memory, through the first that works of: the DLPack C exchange interface of its
     type, `__dlpack__`, the buffer protocol.
 
-    dtype: read the elements' bytes as this one. stream: the CUDA stream that the memory will be
-    used on (0 = the default stream); the producer's pending work is ordered before it.
+    dtype: read the elements' bytes as this one.
+    stream: the CUDA stream that the memory will be used on (0 = the default stream); the
+    producer's pending work is ordered before it.
     Raises InvalidArgument, naming op and argument.
     """
 
-def shape(
-    op: str,
-    argument: str,
-    shape: Sequence[int],
-    dtype: str,
-    device_type: int,
-    device_id: int,
-    /,
-) -> Tensor:
-    """A row-major shape without memory: it can be planned and explained, not run."""
+def describe() -> str:
+    """The library as JSON text."""
 
-def describe() -> str: ...
-def version() -> str: ...
-def set_num_threads(num_threads: int, /) -> None: ...
-def get_num_threads() -> int: ...
-def kernels_list(filter: str, /) -> str: ...
-def kernels_resources(filter: str, /) -> str: ...
-def kernels_warm(filter: str, /) -> None: ...
-def kernels_build(filter: str, path: str, /) -> None: ...
+def version() -> str:
+    """The library's version."""
+
+def set_num_threads(num_threads: int, /) -> None:
+    """Threads that CPU backends use at most."""
+
+def get_num_threads() -> int:
+    """Threads that CPU backends use at most."""
+
+def kernels_list(filter: str, /) -> str:
+    """Registered GPU kernels, as JSON text."""
+
+def kernels_resources(filter: str, /) -> str:
+    """What each GPU kernel uses, as JSON text."""
+
+def kernels_warm(filter: str, /) -> None:
+    """Compiles GPU kernels into the kernel cache."""
+
+def kernels_build(filter: str, path: str, /) -> None:
+    """Writes GPU kernels to an archive."""

@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import os
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -582,6 +584,27 @@ def test_calls_from_many_threads():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_interpreter_that_ends_during_a_call_prints_nothing():
+    code = (
+        "import threading, time\n"
+        "import numpy as np, onchip\n"
+        "x = np.zeros((1, 20000, 4, 64))\n"
+        "call = lambda: onchip.ops.attention_forward(x, x, x, backend='reference')\n"
+        "threading.Thread(target=call, daemon=True).start()\n"
+        "time.sleep(0.3)\n"
+        "print('ends')\n"
+    )
+    # One thread: the library has no others that the end of the process would wait for.
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"ONCHIP_NUM_THREADS": "1"},
+    )
+    assert (done.stdout, done.stderr) == ("ends\n", "")
 
 
 # ---- other libraries
