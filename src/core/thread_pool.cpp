@@ -132,13 +132,24 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  ~Pool() {
+  // At exit. A job that still runs (on a daemon thread, say) is not waited for: its threads are let
+  // go, and false says that this object must outlive them.
+  bool stop() {
+    bool idle = false;
     {
       const std::scoped_lock lock(mutex_);
       stopping_ = true;
+      idle = jobs_.empty();
     }
     wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    for (std::thread& thread : threads_) {
+      if (idle) {
+        thread.join();
+      } else {
+        thread.detach();
+      }
+    }
+    return idle;
   }
 
   pid_t owner() const { return owner_; }
@@ -209,13 +220,14 @@ class Pool {
   bool stopping_ = false;
 };
 
-// Joined at exit. A forked child inherits an object whose threads do not exist and whose mutex may
+// Stopped at exit. A forked child inherits an object whose threads do not exist and whose mutex may
 // be held: it abandons that one and makes its own.
 class PoolOwner {
  public:
+  // A thread that outlives main may still call: it finds no pool and makes one.
   ~PoolOwner() {
-    Pool* pool = pool_.load();
-    if (pool != nullptr && pool->owner() == getpid()) delete pool;
+    Pool* pool = pool_.exchange(nullptr);
+    if (pool != nullptr && pool->owner() == getpid() && pool->stop()) delete pool;
   }
 
   Pool& get() {
