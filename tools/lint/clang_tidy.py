@@ -71,7 +71,7 @@ def main() -> int:
 
         def run(path: Path) -> tuple[Path, int, str]:
             # Warning options in the commands are for the compiler that builds, mostly gcc.
-            command = [CLANG_TIDY, "--quiet", "--extra-arg=-Wno-unknown-warning-option"]
+            command = [str(CLANG_TIDY), "--quiet", "--extra-arg=-Wno-unknown-warning-option"]
             done = subprocess.run([*command, "-p", database, path], capture_output=True, text=True)
             # stderr counts suppressed warnings; it matters only where there is nothing else.
             return path, done.returncode, done.stdout or done.stderr
