@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -145,6 +146,11 @@ TEST(AttentionForwardSm90, RefusesSizes) {
   AttentionForwardProblem wide = problem();
   wide.head_dim_v = 192;
   EXPECT_EQ(reason(wide), "head_dim_v: got 192, wanted at most 128");
+  wide.head_dim_v = 100;
+  EXPECT_TRUE(contains(reason(wide), "head_dim_v must be a multiple of 8")) << reason(wide);
+  AttentionForwardProblem odd = problem();
+  odd.head_dim_qk = 33;
+  EXPECT_EQ(reason(odd), "accepted");
   AttentionForwardProblem longer = problem();
   longer.slot_kv = std::int64_t{1} << 33;
   EXPECT_EQ(reason(longer), "seqlen_kv: got 8589934592, wanted at most 1073741823");
@@ -248,6 +254,38 @@ TEST(AttentionForwardSm90, GridIsAtMostOneBlockAMultiprocessor) {
   p.num_seqs = 1000;
   launching.run(p);
   EXPECT_EQ(fake().launch.grid_x, 132u);
+}
+
+TEST(AttentionForwardSm90, BlocksShareTilesThroughTheWorkspaceWhereThereAreMore) {
+  Launching launching;
+  AttentionForwardProblem p = problem();
+  EXPECT_EQ(plan(p).workspace_bytes, 0u);
+  launching.run(p);
+  EXPECT_EQ(launching.params.counter, nullptr);
+
+  p.num_seqs = 1000;
+  EXPECT_EQ(plan(p).workspace_bytes, 16u);
+  EXPECT_EQ(plan(p).workspace_alignment, 16u);
+  std::set<unsigned long long> numbers;
+  for (int i = 0; i < 100; ++i) {
+    launching.run(p);
+    EXPECT_EQ(launching.params.counter, launching.workspace);
+    EXPECT_EQ(launching.params.launch % 2, 0u);
+    numbers.insert(launching.params.launch);
+  }
+  EXPECT_EQ(numbers.size(), 100u);
+  EXPECT_EQ(fake().calls["cuMemsetD8Async"], 0) << "whatever lies there";
+
+  // Beside lengths that travel.
+  p = problem(DType::f16, 64, true);
+  p.slot_q = 30000;
+  std::vector<std::int32_t> cu = {0, 100, 300};
+  p.cu_seqlens_q = p.cu_seqlens_kv = lengths(cu, {});
+  EXPECT_EQ(plan(p).workspace_bytes, 16u + 2 * 12);
+  launching.run(p);
+  EXPECT_EQ(launching.params.counter, launching.workspace);
+  EXPECT_EQ(launching.params.cu_seqlens_q, launching.workspace + 16);
+  EXPECT_EQ(launching.params.cu_seqlens_kv, launching.workspace + 28);
 }
 
 TEST(AttentionForwardSm90, CompilesASpecOnceWhateverTheSizes) {

@@ -35,8 +35,12 @@ def inspect(spec):
         "mma_role_local_accesses": listing.count("LDL", first, last)
         + listing.count("STL", first, last),
         "main_loops": [
-            {"instructions": sum(c.values()), **{k: c[k] for k in ("HGMMA", "R2UR", "LDL", "STL")}}
-            for c in listing.main_loops()
+            {
+                "instructions": len(loop),
+                "early_exponentials": resources.early_exponentials(loop),
+                **{k: resources.counts(loop)[k] for k in ("HGMMA", "R2UR", "LDL", "STL")},
+            }
+            for loop in listing.main_loops()
         ],
     }
 

@@ -111,7 +111,7 @@ def test_tma_load_and_swizzle(run, row):
 
 @pytest.mark.parametrize(
     ("begin", "length", "row"),
-    [(0, 100, 0), (20, 50, 0), (20, 50, 40), (99, 1, 0), (37, 63, 10), (5, 0, 0)],
+    [(0, 100, 0), (20, 50, 0), (20, 50, 40), (99, 1, 0), (37, 63, 10)],
 )
 def test_tma_load_stops_at_the_end_of_a_sequence(run, begin, length, row):
     tensor = driver_buffer(run, numbered())
@@ -126,7 +126,7 @@ def test_tma_load_stops_at_the_end_of_a_sequence(run, begin, length, row):
 
 
 @pytest.mark.parametrize(
-    ("begin", "length", "row"), [(0, 100, 0), (20, 50, 0), (20, 50, 40), (99, 1, 0), (5, 0, 0)]
+    ("begin", "length", "row"), [(0, 100, 0), (20, 50, 0), (20, 50, 40), (99, 1, 0)]
 )
 def test_tma_store_stops_at_the_end_of_a_sequence(run, begin, length, row):
     tensor = driver_buffer(run, np.full((ROWS, HEADS, COLUMNS), 7, np.uint16))
@@ -218,7 +218,8 @@ def test_named_barrier(run):
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 100.0])
 @pytest.mark.parametrize("masked", [0b00001, 0b11111, 0b00011])
-def test_online_softmax(run, spread, masked):
+@pytest.mark.parametrize("kernel", ["online_softmax_of", "online_softmax_by_vote"])
+def test_online_softmax(run, spread, masked, kernel):
     rng = np.random.default_rng(3)
     blocks, c = 5, 0.18
     scores = (rng.standard_normal((blocks, 64, 64)) * spread).astype(np.float32)
@@ -233,7 +234,7 @@ def test_online_softmax(run, spread, masked):
             scores[b][np.arange(64)[None, :] >= limits[b][:, None]] = np.nan
     rows = np.zeros(64, np.float32)
     out = run(
-        "online_softmax_of",
+        kernel,
         scores,
         limits,
         blocks,
@@ -268,35 +269,44 @@ def test_online_softmax(run, spread, masked):
 
 class DenseBatch(ctypes.Structure):
     _fields_ = [
-        ("seqlens_q", ctypes.c_uint64),
-        ("seqlens_kv", ctypes.c_uint64),
-        ("q_int64", ctypes.c_bool),
-        ("kv_int64", ctypes.c_bool),
         ("seqlen_q", ctypes.c_int),
         ("seqlen_kv", ctypes.c_int),
         ("heads", ctypes.c_int),
         ("tiles_per_head", ctypes.c_int),
+        ("late_tiles", ctypes.c_int),
         ("heads_per_section", ctypes.c_int),
         ("num_tiles", ctypes.c_int),
     ]
 
 
+class UsedLengths(ctypes.Structure):
+    _fields_ = [
+        ("q", ctypes.c_uint64),
+        ("kv", ctypes.c_uint64),
+        ("q_int64", ctypes.c_bool),
+        ("kv_int64", ctypes.c_bool),
+    ]
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("heads_per_section", [1, 4, 6])
-def test_dense_tiles(run, heads_per_section):
+def test_dense_tiles(run, heads_per_section, late):
     batch, heads, tiles = 5, 3, 7
-    used = np.array([100, -4, 1000, 7, 5000], np.int64)
-    buffer = driver_buffer(run, used)
-    given = DenseBatch(
-        0, buffer.address, False, True, 800, 1000, heads, tiles, heads_per_section, 15 * tiles
-    )
-    want = []
+    lengths = np.array([100, -4, 1000, 7, 5000], np.int64)
+    buffer = driver_buffer(run, lengths)
+    given = DenseBatch(800, 1000, heads, tiles, late, heads_per_section, 15 * tiles)
+    used = UsedLengths(0, buffer.address, False, True)
+    order = []  # (tile, batch and head)
     for first in range(0, batch * heads, heads_per_section):
-        for tile in reversed(range(tiles)):
-            for h in range(first, min(first + heads_per_section, batch * heads)):
-                b = h // heads
-                want.append([b, h % heads, tile, 800, 800, min(max(used[b], 0), 1000)])
+        section = range(first, min(first + heads_per_section, batch * heads))
+        order += [(tile, h) for tile in reversed(range(late, tiles)) for h in section]
+    order += [(tile, h) for tile in reversed(range(late)) for h in range(batch * heads)]
+    want = [
+        [h // heads, h % heads, tile, 800, 800, min(max(lengths[h // heads], 0), 1000)]
+        for tile, h in order
+    ]
     count = len(want) + 2
-    (got,) = run("dense_tiles", given, count, np.zeros((count, 6), np.int32), blocks=2)
+    (got,) = run("dense_tiles", given, used, count, np.zeros((count, 6), np.int32), blocks=2)
     assert got[:-2].tolist() == want
     assert got[-2:, 0].tolist() == [-1, -1]
 
@@ -370,6 +380,14 @@ def test_packed_tiles(run, kind, step):
             assert tuple(got[i]) == tiles[i * step], i
         else:
             assert got[i][0] == -1
+
+
+@pytest.mark.parametrize("size", [0, 16, 64, 2048, 4080])
+def test_zero_shared(run, size):
+    (got,) = run("zero_of", size, np.full(1024, 9, np.uint32))
+    want = np.full(1024, 7, np.uint32)
+    want[4 : 4 + size // 4] = 0
+    np.testing.assert_array_equal(got, want)
 
 
 def test_small_instructions(run):

@@ -17,7 +17,7 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 constexpr int kRows = 64;
 
-enum class Ring { full, empty };
+enum class Ring { full, empty, count };
 struct RingFailure {
   int seen, block, thread, role, barrier, stage, parity;
 };
@@ -223,8 +223,9 @@ extern "C" __global__ void mbarrier_phases(int* seen) {
   const auto barrier = [&](int i) { return shared_address(&storage[i]); };
   if (threadIdx.x == 0) {
     mbarrier_init(barrier(0), 2);
-    for (int i = 1; i < 6; ++i) mbarrier_init(barrier(i), 1);
+    mbarrier_init(barrier(1), 1);
     fence_mbarrier_init();
+    Pipeline<Ring, RingFailure, true>{barrier(2), nullptr, 0}.init({1, 1});
   }
   __syncthreads();
   constexpr i64 kShort = 100'000;
@@ -285,9 +286,10 @@ extern "C" __global__ void __launch_bounds__(384) named_barrier_turns(int* order
 
 // Rows of 64 scores, blocks x [64][64], limits[block][row]: probabilities of each block as left by
 // softmax_block, then o (ones, rescaled), maximum and sum a row. masked: bit b for block b.
-extern "C" __global__ void __launch_bounds__(128)
-    online_softmax_of(const float* scores, const int* limits, int blocks, unsigned masked, float c,
-                      float* probabilities, float* o, float* maximum, float* sum) {
+template <bool vote>
+__device__ void online_softmax(const float* scores, const int* limits, int blocks, unsigned masked,
+                               float c, float* probabilities, float* o, float* maximum,
+                               float* sum) {
   const int row = accumulator_row(threadIdx.x), column = accumulator_column(threadIdx.x);
   SoftmaxState state;
   float out[4] = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -301,11 +303,11 @@ extern "C" __global__ void __launch_bounds__(128)
       mask_columns(s, limits[b * 64 + row] - column, limits[b * 64 + row + 8] - column);
     }
     if (b == 0) {
-      softmax_block<true, true>(s, state, c);
+      softmax_block<true, true, vote>(s, state, c);
     } else if (masked >> b & 1) {
-      softmax_block<false, true>(s, state, c);
+      softmax_block<false, true, vote>(s, state, c);
     } else {
-      softmax_block<false, false>(s, state, c);
+      softmax_block<false, false, vote>(s, state, c);
     }
     rescale(out, state);
     for (int i = 0; i < 32; ++i) probabilities[at(i)] = s[i];
@@ -317,6 +319,15 @@ extern "C" __global__ void __launch_bounds__(128)
     sum[row + 8 * r] = total;
   }
 }
+
+#define ONCHIP_ONLINE_SOFTMAX(name, vote)                                                    \
+  extern "C" __global__ void __launch_bounds__(128)                                          \
+      name(const float* scores, const int* limits, int blocks, unsigned masked, float c,     \
+           float* probabilities, float* o, float* maximum, float* sum) {                     \
+    online_softmax<vote>(scores, limits, blocks, masked, c, probabilities, o, maximum, sum); \
+  }
+ONCHIP_ONLINE_SOFTMAX(online_softmax_of, false)
+ONCHIP_ONLINE_SOFTMAX(online_softmax_by_vote, true)
 
 // Tile t of a packed batch for t = 0, step, 2 step ..: {slot, rest, q_begin, q_slot, kv_begin,
 // kv_length}, or slot -1 past the end. One warp.
@@ -334,15 +345,15 @@ extern "C" __global__ void packed_tiles(PackedBatch batch, int step, int count, 
   }
 }
 
-// Tile t of a dense batch for t = 0 ..: {batch, head, tile, q_slot, q_length, kv_length}, or
-// batch -1.
-extern "C" __global__ void dense_tiles(DenseBatch batch, int count, int* out) {
+// Tile t of a dense batch for t = 0 ..: {batch, head, tile, q_slot, q_length, kv_length}, or batch
+// -1.
+extern "C" __global__ void dense_tiles(DenseBatch batch, UsedLengths used, int count, int* out) {
   const int t = blockIdx.x * blockDim.x + threadIdx.x;
   if (t >= count) return;
-  Sequence s{};
-  int head = 0, tile = 0;
-  if (!find_dense(batch, t, s, head, tile)) s.batch = -1;
-  const int values[] = {s.batch, head, tile, s.q_slot, s.q_length, s.kv_length};
+  TilePlace place{};
+  Sequence& s = place.sequence;
+  if (!find_dense(batch, used, t, place)) s.batch = -1;
+  const int values[] = {s.batch, place.head, place.number, s.q_slot, s.q_length, s.kv_length};
   for (int j = 0; j < 6; ++j) out[t * 6 + j] = values[j];
 }
 
@@ -355,6 +366,15 @@ extern "C" __global__ void share_work(WorkCounter* counter, u64 launch, int piec
     for (int i = taker.take(); i < pieces; i = taker.take()) atomicAdd(taken + i, 1);
   }
   taker.leave(gridDim.x);
+}
+
+extern "C" __global__ void zero_of(int bytes, u32* out) {
+  u32* const words = reinterpret_cast<u32*>(shared_memory);
+  for (int i = threadIdx.x; i < 1024; i += blockDim.x) words[i] = 7;
+  __syncthreads();
+  zero_shared(shared_address(shared_memory) + 16, bytes);
+  __syncthreads();
+  for (int i = threadIdx.x; i < 1024; i += blockDim.x) out[i] = words[i];
 }
 
 extern "C" __global__ void small_instructions(const float* in, float* exponentials,

@@ -7,6 +7,8 @@ kernel_check.py tile        tests/tile: the primitives
 kernel_check.py debug       a few cases with bounded waits: a deadlock names role, barrier, phase
 kernel_check.py check       all cases against fp64, outputs and everything outside poisoned
 kernel_check.py repeat      1,000 runs, bitwise equal
+kernel_check.py small       a few small cases, for compute-sanitizer --kernel-name
+                            kernel_substring=attention_forward; not one of "every phase"
 kernel_check.py time        beside torch's cuDNN and flash backends, interleaved
 Records go to $OUT (or build/).
 """
@@ -475,6 +477,14 @@ def run_cases(cases, debug):
     return count, failures
 
 
+def phase_small():
+    wanted = ("257x129", "65x64", "packed mixed", "dense seqlens", "scale -0.1")
+    cases = [c for make in (dense_cases, varlen_cases) for c in make()]
+    return run_cases(
+        [c for c in cases if c.dtype == "bf16" and any(w in c.name for w in wanted)], False
+    )
+
+
 def phase_debug():
     some = [c for make in (dense_cases, varlen_cases) for c in list(make())[::9]]
     return run_cases([*some, *turn_cases()], True)
@@ -692,7 +702,7 @@ def phase_build():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     phases = ("build", "tile", "debug", "check", "repeat", "time")
-    parser.add_argument("phase", nargs="?", choices=phases)
+    parser.add_argument("phase", nargs="?", choices=(*phases, "small"))
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     if options.phase is None:
@@ -713,6 +723,7 @@ def main():
         "debug": phase_debug,
         "check": phase_check,
         "repeat": phase_repeat,
+        "small": phase_small,
         "time": lambda: phase_time(options.rounds),
     }[options.phase]
     count, failures = run()

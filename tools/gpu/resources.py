@@ -72,7 +72,7 @@ class Listing:
         return begin[0], end[0] if end[0] > begin[0] else len(self.opcodes)
 
     def main_loops(self):
-        """Counters of opcodes of the innermost loops that multiply."""
+        """Opcodes of each innermost loop that multiplies."""
         first, last = self.mma_role()
         loops = {
             (self._labels[target], at)
@@ -85,7 +85,14 @@ class Listing:
             for x in sorted(loops)
             if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loops)
         ]
-        return [
-            collections.Counter(o.split(".")[0] for o in self.opcodes[begin : end + 1])
-            for begin, end in inner
-        ]
+        return [self.opcodes[begin : end + 1] for begin, end in inner]
+
+
+def counts(opcodes):
+    return collections.Counter(o.split(".")[0] for o in opcodes)
+
+
+def early_exponentials(loop):
+    """Of the softmax of one block: those before the wait for the second product in flight."""
+    waits = [i for i, o in enumerate(loop) if o.startswith("WARPGROUP.DEPBAR")]
+    return counts(loop[waits[0] : waits[1]])["MUFU"] if len(waits) == 2 else None

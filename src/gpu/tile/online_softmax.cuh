@@ -40,11 +40,31 @@ ONCHIP_DEVICE void mask_columns(float (&s)[n], int limit0, int limit1) {
   }
 }
 
+// Row r's maximum and factor after a block of which this thread has seen `top`.
+template <bool first, bool masked, bool exact>
+ONCHIP_DEVICE void move_maximum(int r, float top, SoftmaxState& state, float c) {
+  float x = row_max(top);
+  if constexpr (first) {
+    state.factor[r] = 1.0f;
+  } else {
+    const float old = state.maximum[r];
+    x = fmaxf(x, old);
+    if constexpr (!exact) x = (x - old) * c > kLazyLog2 ? x : old;
+    // Old -inf: the factor is 2^-inf = 0, and so is everything it multiplies.
+    state.factor[r] = ex2((old - (masked && x == -infinity() ? 0.0f : x)) * c);
+  }
+  state.maximum[r] = x;
+}
+
 // One block: s becomes its probabilities, relative to the new maximum. `masked`: rows may still be
-// without a key, so maxima may be -inf, and maxima are exact.
-template <bool first, bool masked, int n>
+// without a key, so maxima may be -inf. `vote`: the four threads of a row exchange their maxima only
+// if some row of the warp has grown too far; without it always, and where `masked` maxima are exact.
+template <bool first, bool masked, bool vote, int n>
 ONCHIP_DEVICE void softmax_block(float (&s)[n], SoftmaxState& state, float c) {
-  float reference[2];
+  float top[2], reference[2];
+  const auto refer = [&](int r) {
+    reference[r] = masked && state.maximum[r] == -infinity() ? 0.0f : state.maximum[r] * c;
+  };
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float x = s[2 * r], y = s[2 * r + 1];
@@ -53,18 +73,21 @@ ONCHIP_DEVICE void softmax_block(float (&s)[n], SoftmaxState& state, float c) {
       x = fmaxf(x, s[4 * j + 2 * r]);
       y = fmaxf(y, s[4 * j + 2 * r + 1]);
     }
-    x = row_max(fmaxf(x, y));
-    if constexpr (first) {
-      state.factor[r] = 1.0f;
-    } else {
-      const float old = state.maximum[r];
-      x = fmaxf(x, old);
-      if constexpr (!masked) x = (x - old) * c > kLazyLog2 ? x : old;
-      // Old -inf: the factor is 2^-inf = 0, and so is everything it multiplies.
-      state.factor[r] = ex2((old - (masked && x == -infinity() ? 0.0f : x)) * c);
+    top[r] = fmaxf(x, y);
+    if constexpr (first || !vote) {
+      move_maximum<first, masked, masked>(r, top[r], state, c);
+      refer(r);
     }
-    state.maximum[r] = x;
-    reference[r] = masked && x == -infinity() ? 0.0f : x * c;
+  }
+  if constexpr (!first && vote) {
+    const auto grows = [&](int r) { return (top[r] - state.maximum[r]) * c > kLazyLog2; };
+    state.factor[0] = state.factor[1] = 1.0f;
+    if (__any_sync(kWarpMask, grows(0) || grows(1))) {
+      move_maximum<false, masked, false>(0, top[0], state, c);
+      move_maximum<false, masked, false>(1, top[1], state, c);
+    }
+    refer(0);
+    refer(1);
   }
 #pragma unroll
   for (int i = 0; i < n; ++i) s[i] = ex2(__fmaf_rn(s[i], c, -reference[i / 2 % 2]));

@@ -9,7 +9,7 @@ namespace onchip::tile {
 // About four seconds: far above any wait of a kernel that makes progress.
 inline constexpr i64 kBoundedWaitCycles = 1ll << 33;
 
-// Kind: the kernel's enum of barriers, which lie in its order. `bounded`: a wait that does not end
+// Kind: the kernel's enum of barriers, which lie in its order; its last is `count`. `bounded`: a wait that does not end
 // writes a Failure {1, block, thread, role, barrier, stage, parity} and traps.
 template <typename Kind, typename Failure, bool bounded>
 struct Pipeline {
@@ -19,6 +19,13 @@ struct Pipeline {
 
   ONCHIP_MEMBER u32 barrier(Kind kind, int i) const {
     return barriers + 16 * static_cast<int>(kind) + 8 * i;
+  }
+  // arrivals[kind]: how many end a phase. By one thread; a barrier of the block must follow.
+  template <int kinds>
+  ONCHIP_MEMBER void init(const int (&arrivals)[kinds]) const {
+    static_assert(kinds == static_cast<int>(Kind::count));
+    for (int i = 0; i < 2 * kinds; ++i) mbarrier_init(barriers + 8 * i, arrivals[i / 2]);
+    fence_mbarrier_init();
   }
   ONCHIP_MEMBER void arrive(Kind kind, int n) const { mbarrier_arrive(barrier(kind, n & 1)); }
   ONCHIP_MEMBER void wait(Kind kind, int i, int parity) const {

@@ -33,6 +33,13 @@ ONCHIP_DEVICE void st_shared(u32 address, int a, int b, int c, int d) {
                : "memory");
 }
 
+// `bytes` of zeros, a multiple of 16, by the whole block.
+ONCHIP_DEVICE void zero_shared(u32 address, int bytes) {
+  for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x) {
+    st_shared(address + 16 * i, 0, 0, 0, 0);
+  }
+}
+
 // Value of lane 0 in every lane. ptxas then knows that it is the same in the whole warp, and keeps
 // what is computed from it in uniform registers.
 ONCHIP_DEVICE int uniform(int v) { return __shfl_sync(kWarpMask, v, 0); }

@@ -22,32 +22,56 @@ ONCHIP_DEVICE int load_length(const void* array, bool int64, int i, int slot) {
   return array == nullptr ? slot : load_index(array, int64, i, slot);
 }
 
-// A batch that is not packed: every sequence has as many tiles.
-struct DenseBatch {
-  const void *seqlens_q, *seqlens_kv;  // used lengths, or null
+// Used lengths of the sequences; each may be null.
+struct UsedLengths {
+  const void *q, *kv;
   bool q_int64, kv_int64;
-  int seqlen_q, seqlen_kv, heads;
-  int tiles_per_head, heads_per_section, num_tiles;
+
+  ONCHIP_MEMBER void apply(Sequence& s, int i) const {
+    s.q_length = load_length(q, q_int64, i, s.q_slot);
+    s.kv_length = load_length(kv, kv_int64, i, s.kv_length);
+  }
 };
 
-// Tile t: its sequence, head and number in it. Heads run in sections, the last tiles of all heads
-// of a section first. False: there is no tile t.
-ONCHIP_DEVICE bool find_dense(const DenseBatch& p, int t, Sequence& s, int& head, int& tile) {
-  if (t >= p.num_tiles) return false;
-  const int section_tiles = p.heads_per_section * p.tiles_per_head;
-  const int section = t / section_tiles;
-  const int rest = t - section * section_tiles;
-  const int first = section * p.heads_per_section;
-  const int section_heads = min(p.heads_per_section, p.num_tiles / p.tiles_per_head - first);
-  const int step = rest / section_heads;
-  const int batch_head = first + rest - step * section_heads;
-  s.batch = batch_head / p.heads;
+// A tile of query rows: of which sequence and head, and the how-manieth of them.
+struct TilePlace {
+  Sequence sequence;
+  int head, number;
+};
+
+// A batch that is not packed: every sequence has as many tiles.
+struct DenseBatch {
+  int seqlen_q, seqlen_kv, heads;  // heads of a sequence
+  int tiles_per_head, late_tiles, heads_per_section, num_tiles;
+};
+
+// Tile t. Heads run in sections, the last tiles of all heads of a section first; the first
+// `late_tiles` of every head come when all sections are through, so that the blocks end with small
+// pieces. False: there is no tile t.
+ONCHIP_DEVICE bool find_dense(const DenseBatch& b, const UsedLengths& used, int t,
+                              TilePlace& place) {
+  if (t >= b.num_tiles) return false;
+  const int all_heads = b.num_tiles / b.tiles_per_head;
+  const int early_tiles = b.tiles_per_head - b.late_tiles;
+  int first = 0, heads = all_heads;
+  int rest = t - early_tiles * all_heads;
+  int tiles = b.late_tiles;
+  if (rest < 0) {
+    first = t / (b.heads_per_section * early_tiles) * b.heads_per_section;
+    heads = min(b.heads_per_section, all_heads - first);
+    rest = t - first * early_tiles;
+    tiles = b.tiles_per_head;
+  }
+  const int step = rest / heads;
+  const int batch_head = first + rest - step * heads;
+  Sequence& s = place.sequence;
+  s.batch = batch_head / b.heads;
   s.q_begin = s.kv_begin = 0;
-  s.q_slot = p.seqlen_q;
-  s.q_length = load_length(p.seqlens_q, p.q_int64, s.batch, p.seqlen_q);
-  s.kv_length = load_length(p.seqlens_kv, p.kv_int64, s.batch, p.seqlen_kv);
-  head = batch_head - s.batch * p.heads;
-  tile = p.tiles_per_head - 1 - step;
+  s.q_slot = b.seqlen_q;
+  s.kv_length = b.seqlen_kv;
+  used.apply(s, s.batch);
+  place.head = batch_head - s.batch * b.heads;
+  place.number = tiles - 1 - step;
   return true;
 }
 
@@ -142,5 +166,23 @@ class SlotScan {
   int q_end_, kv_end_;        // of the lane's slot
   int tiles_end_;             // tiles of slots first_ .. first_ + lane
 };
+
+// Tile t, sequence by sequence, head by head, each from its last tile on.
+template <int tile_m>
+ONCHIP_DEVICE bool find_packed(SlotScan<tile_m>& scan, const UsedLengths& used, int num_seqs, int t,
+                               TilePlace& place) {
+  int slot = 0, rest = 0;
+  Sequence& s = place.sequence;
+  if (!scan.find(t, s, slot, rest)) return false;
+  if (slot == 0 || slot > num_seqs) {
+    s.q_length = 0;
+  } else {
+    used.apply(s, slot - 1);
+  }
+  const int tiles = (s.q_slot + tile_m - 1) / tile_m;
+  place.head = rest / tiles;
+  place.number = tiles - 1 - (rest - place.head * tiles);
+  return true;
+}
 
 }  // namespace onchip::tile

@@ -34,4 +34,39 @@ ONCHIP_DEVICE void pin(u32 (&r)[n][4]) {
   }
 }
 
+template <typename... Fragments>
+ONCHIP_DEVICE void pin(Fragments&... fragments) {
+  (pin(fragments), ...);
+}
+
+// Whole products of 16 `steps` columns of A, as one group. b: low descriptor word of B's first step.
+// D = A B^T, B K-major (n rows); A in registers,
+template <int n, bool bf16, int steps>
+ONCHIP_DEVICE void issue_k_major(float (&d)[n / 2], const u32 (&a)[steps][4], u32 b) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    Wgmma<n, bf16>::rs(d, a[k], b + descriptor_step_k_major(k, n), k != 0);
+  }
+  wgmma_commit_group();
+}
+// or 64 rows in shared memory.
+template <int n, bool bf16, int steps>
+ONCHIP_DEVICE void issue_k_major(float (&d)[n / 2], u32 a, u32 b) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    Wgmma<n, bf16>::ss(d, a + descriptor_step_k_major(k, 64), b + descriptor_step_k_major(k, n),
+                       k != 0);
+  }
+  wgmma_commit_group();
+}
+// D += A B, B MN-major (n columns), A in registers.
+template <int n, bool bf16, int steps>
+ONCHIP_DEVICE void issue_mn_major(float (&d)[n / 2], const u32 (&a)[steps][4], u32 b) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    Wgmma<n, bf16>::rs_mn(d, a[k], b + descriptor_step_mn_major(k), 1);
+  }
+  wgmma_commit_group();
+}
+
 }  // namespace onchip::tile

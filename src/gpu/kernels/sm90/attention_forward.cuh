@@ -5,9 +5,8 @@
 //
 // q [batch, rows, num_heads_q, head_dim_qk], k, v [batch, rows, num_heads_kv, ..], o like q with
 // head_dim_v, through rank-5 tensor maps (attention_forward_map); packed: batch is 1.
-// Grid: at most one block a multiprocessor, each takes tiles of 64 query rows a warpgroup until
-// none is left. Block: warpgroup 0 = load warp, schedule warp, two idle warps; warpgroups 1..
-// multiply.
+// Grid: at most one block a multiprocessor; each takes tiles of 64 query rows a warpgroup until
+// none is left. Block: warpgroup 0 = load warp, schedule warp, two idle; the others multiply.
 #include "gpu/kernels/sm90/attention_forward_plan.hpp"
 #include "gpu/tile/fragment.cuh"
 #include "gpu/tile/named_barrier.cuh"
@@ -25,7 +24,7 @@ using Barrier = AttentionForwardBarrier;
 using Tile = AttentionForwardTile;
 static_assert(sizeof(WorkCounter) == kAttentionForwardCounterBytes);
 
-enum class Role : int { load, schedule, mma };
+enum class Role : int { load, schedule, mma };  // the first two: warps of warpgroup 0
 
 // Named barriers of a warpgroup: 0 is the block's.
 inline constexpr int kWarpgroup = 1;  // + warpgroup; its 128 threads wrote to shared memory
@@ -33,7 +32,7 @@ inline constexpr int kTurn = 5;       // + warpgroup; it may issue its products
 
 // Key blocks of a tile still to be loaded when the next tile is asked for: finding it takes a round
 // trip to the L2, two with lengths.
-inline constexpr int kTileLead = 1;
+inline constexpr int kTileLead = 4;
 
 struct Maps {
   const TensorMap *q, *k, *v, *o;
@@ -49,40 +48,19 @@ struct Block : Pipeline<Barrier, AttentionForwardWaitFailure, spec.debug_waits> 
   Tile* tiles;
 
   ONCHIP_MEMBER Tile& tile(int n) const { return tiles[n & 1]; }
+  // Warpgroup w's part of the Q slot of tile n.
+  ONCHIP_MEMBER u32 q_slab(int n, int w) const {
+    constexpr int kSlabBytes = kSmem.q_slot_bytes / spec.warpgroups;
+    return smem + kSmem.q + (n & 1) * kSmem.q_slot_bytes + w * kSlabBytes;
+  }
 };
 
 // ---- schedule role
 
-// What a tile is cut from.
-struct Work {
-  Sequence sequence;
-  int m, head;  // tile of the sequence, query head
-};
-
-// Tile t of a packed batch, sequence by sequence, head by head, longest first.
 template <AttentionForwardSpec spec>
-ONCHIP_DEVICE bool find_packed(const AttentionForwardParams& p, SlotScan<spec.tile_m()>& scan,
-                               int t, Work& work) {
-  int slot = 0, rest = 0;
-  Sequence& s = work.sequence;
-  if (!scan.find(t, s, slot, rest)) return false;
-  const int i = slot - 1;
-  if (i < 0 || i >= p.num_seqs) {
-    s.q_length = 0;
-  } else {
-    s.q_length = load_length(p.seqlens_q, p.seqlens_q_int64, i, s.q_slot);
-    s.kv_length = load_length(p.seqlens_kv, p.seqlens_kv_int64, i, s.kv_length);
-  }
-  const int tiles = attention_forward_ceil_div(s.q_slot, spec.tile_m());
-  work.head = rest / tiles;
-  work.m = tiles - 1 - (rest - work.head * tiles);
-  return true;
-}
-
-template <AttentionForwardSpec spec>
-ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Work& work) {
-  const Sequence& s = work.sequence;
-  const int row = work.m * spec.tile_m();
+ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const TilePlace& place) {
+  const Sequence& s = place.sequence;
+  const int row = place.number * spec.tile_m();
   const int offset = p.top_left ? 0 : s.kv_length - s.q_length;
   Tile t;
   t.kv_limit = spec.causal ? min(s.kv_length, s.q_length + offset) : s.kv_length;
@@ -91,7 +69,7 @@ ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Work& work) 
   t.slot_rows = s.q_slot - row;
   const int seen = spec.causal ? min(t.kv_limit, row + spec.tile_m() + offset) : t.kv_limit;
   t.blocks = t.live_rows <= 0 || seen <= 0 ? 0 : attention_forward_ceil_div(seen, spec.tile_n);
-  t.head = work.head;
+  t.head = place.head;
   t.kv_head = t.head / p.heads_per_kv_head;
   t.batch = s.batch;
   t.q_row = spec.varlen ? p.seqlen_q - s.q_length + row : row;
@@ -100,9 +78,7 @@ ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const Work& work) 
   t.o_end = spec.varlen ? s.q_begin + s.q_slot : 0;
   t.kv_row = spec.varlen ? p.seqlen_kv - t.kv_limit : 0;
   t.kv_end = spec.varlen ? s.kv_begin + t.kv_limit : 0;
-  const i64 lse = s.batch * p.lse_batch_stride + t.head * p.lse_head_stride + s.q_begin + row;
-  t.lse_low = static_cast<int>(lse);
-  t.lse_high = static_cast<int>(lse >> 32);
+  t.lse = s.batch * p.lse_batch_stride + t.head * p.lse_head_stride + s.q_begin + row;
   return t;
 }
 
@@ -119,10 +95,8 @@ ONCHIP_DEVICE void write_empty(const Block<spec>& block, const Maps& maps, const
     tma_store_commit();
   }
   if (block.params.lse == nullptr) return;
-  float* lse =
-      block.params.lse + (static_cast<i64>(t.lse_high) << 32 | static_cast<u32>(t.lse_low));
   const int rows = min(t.slot_rows, spec.tile_m());
-  for (int r = threadIdx.x % 32; r < rows; r += 32) lse[r] = -infinity();
+  for (int r = threadIdx.x % 32; r < rows; r += 32) block.params.lse[t.lse + r] = -infinity();
 }
 
 // Finds tiles, describes them to the other roles, and itself writes those without keys.
@@ -130,12 +104,11 @@ template <AttentionForwardSpec spec>
 ONCHIP_DEVICE void schedule(const Block<spec>& block, const Maps& maps) {
   const AttentionForwardParams& p = block.params;
   const int lane = threadIdx.x % 32;
-  const bool counted = p.counter != nullptr;
   WorkTaker counter{static_cast<WorkCounter*>(p.counter), p.launch};
   const bool packed = spec.varlen && p.packed;
-  const DenseBatch dense = {
-      p.seqlens_q, p.seqlens_kv,  p.seqlens_q_int64, p.seqlens_kv_int64,  p.seqlen_q,
-      p.seqlen_kv, p.num_heads_q, p.tiles_per_head,  p.heads_per_section, p.num_tiles};
+  const UsedLengths used = {p.seqlens_q, p.seqlens_kv, p.seqlens_q_int64, p.seqlens_kv_int64};
+  const DenseBatch dense = {p.seqlen_q,   p.seqlen_kv,         p.num_heads_q, p.tiles_per_head,
+                            p.late_tiles, p.heads_per_section, p.num_tiles};
   SlotScan<spec.tile_m()> scan;
   if (packed) {
     scan.start({p.cu_seqlens_q, p.cu_seqlens_kv, p.cu_seqlens_q_int64, p.cu_seqlens_kv_int64,
@@ -144,11 +117,11 @@ ONCHIP_DEVICE void schedule(const Block<spec>& block, const Maps& maps) {
   bool more = true;
   int t = blockIdx.x;
   for (int n = 0;;) {
-    Work work;
-    more = more && (packed ? find_packed<spec>(p, scan, t, work)
-                           : find_dense(dense, t, work.sequence, work.head, work.m));
+    TilePlace place;
+    more = more && (packed ? find_packed(scan, used, p.num_seqs, t, place)
+                           : find_dense(dense, used, t, place));
     Tile tile{};
-    if (more) tile = make_tile<spec>(p, work);
+    if (more) tile = make_tile<spec>(p, place);
     if (more && tile.blocks == 0) {
       write_empty(block, maps, tile);
     } else {
@@ -162,10 +135,10 @@ ONCHIP_DEVICE void schedule(const Block<spec>& block, const Maps& maps) {
       // What a block has taken no idle block can: it takes a tile only just in time.
       block.wait_full(Barrier::tile_wanted, n++);
     }
-    more = counted;  // else the grid has a block for every tile
+    more = p.counter != nullptr;  // else the grid has a block for every tile
     if (more) t = gridDim.x + uniform(lane == 0 ? counter.take() : 0);
   }
-  if (counted && lane == 0) counter.leave(gridDim.x);
+  if (p.counter != nullptr && lane == 0) counter.leave(gridDim.x);
   tma_store_wait();
 }
 
@@ -178,106 +151,61 @@ ONCHIP_DEVICE void load(const Block<spec>& block, const Maps& maps) {
 #pragma unroll 1
   for (int n = 0;; ++n) {
     block.wait_full(Barrier::tile_full, n);
-    int j = block.tile(n).blocks - 1;
-    if (j < 0) break;
-    const int head = block.tile(n).head;
-    const int kv_head = block.tile(n).kv_head;
-    const int batch = block.tile(n).batch;
-    const int q_row = block.tile(n).q_row;
-    const int q_end = block.tile(n).q_end;
-    const int kv_row = block.tile(n).kv_row;
-    const int kv_end = block.tile(n).kv_end;
+    const Tile t = block.tile(n);
+    if (t.blocks == 0) break;
     block.arrive(Barrier::tile_empty, n);
-
     block.wait_empty(Barrier::q_empty, n);
     const u32 q_full = block.barrier(Barrier::q_full, n & 1);
     mbarrier_arrive_expect_tx(q_full, spec.tile_m() * spec.head_dim_qk * 2);
     for (int w = 0; w < spec.warpgroups; ++w) {
       for (int c = 0; c < spec.head_dim_qk / kChunkColumns; ++c) {
-        const u32 slot = block.smem + kSmem.q + (n & 1) * kSmem.q_slot_bytes +
-                         w * (kSmem.q_slot_bytes / spec.warpgroups) + c * (64 * kChunkRowBytes);
-        tma_load(slot, maps.q, q_full, {c * kChunkColumns, q_row + 64 * w, head, batch, q_end},
-                 kEvictFirst);
+        tma_load(block.q_slab(n, w) + c * (64 * kChunkRowBytes), maps.q, q_full,
+                 {c * kChunkColumns, t.q_row + 64 * w, t.head, t.batch, t.q_end}, kEvictFirst);
       }
     }
-    const auto load_block = [&](const TensorMap* map, Barrier full, Barrier empty, u32 ring,
-                                int stage_bytes, int at, int use) {
-      block.wait_empty(empty, use);
-      const u32 barrier = block.barrier(full, use & 1);
-      mbarrier_arrive_expect_tx(barrier, stage_bytes);
-      for (int c = 0; c < stage_bytes / (spec.tile_n * kChunkRowBytes); ++c) {
-        tma_load(ring + (use & 1) * stage_bytes + c * (spec.tile_n * kChunkRowBytes), map, barrier,
-                 {c * kChunkColumns, kv_row + at * spec.tile_n, kv_head, batch, kv_end},
+    const auto load_block = [&](auto is_v, int at, int use) {
+      constexpr bool kV = is_v.value;
+      constexpr int kBytes = kV ? kSmem.v_stage_bytes : kSmem.k_stage_bytes;
+      constexpr int kChunkBytes = spec.tile_n * kChunkRowBytes;
+      block.wait_empty(kV ? Barrier::v_empty : Barrier::k_empty, use);
+      const u32 full = block.barrier(kV ? Barrier::v_full : Barrier::k_full, use & 1);
+      const u32 stage = block.smem + (kV ? kSmem.v : kSmem.k) + (use & 1) * kBytes;
+      mbarrier_arrive_expect_tx(full, kBytes);
+      for (int c = 0; c < kBytes / kChunkBytes; ++c) {
+        tma_load(stage + c * kChunkBytes, kV ? maps.v : maps.k, full,
+                 {c * kChunkColumns, t.kv_row + at * spec.tile_n, t.kv_head, t.batch, t.kv_end},
                  kEvictLast);
       }
     };
-    const auto load_k = [&](int at, int use) {
-      load_block(maps.k, Barrier::k_full, Barrier::k_empty, block.smem + kSmem.k,
-                 kSmem.k_stage_bytes, at, use);
-    };
-    const auto load_v = [&](int at, int use) {
-      load_block(maps.v, Barrier::v_full, Barrier::v_empty, block.smem + kSmem.v,
-                 kSmem.v_stage_bytes, at, use);
-    };
-    const int wanted = min(kTileLead, j);
     // V is needed one step after its K.
-    load_k(j, it);
+    load_block(Constant<false>{}, t.blocks - 1, it);
 #pragma unroll 1
-    for (; j >= 0; --j, ++it) {
-      if (j == wanted) block.arrive(Barrier::tile_wanted, n);
-      if (j > 0) load_k(j - 1, it + 1);
-      load_v(j, it);
+    for (int j = t.blocks - 1; j >= 0; --j, ++it) {
+      if (j == min(kTileLead, t.blocks - 1)) block.arrive(Barrier::tile_wanted, n);
+      if (j > 0) load_block(Constant<false>{}, j - 1, it + 1);
+      load_block(Constant<true>{}, j, it);
     }
   }
 }
 
 // ---- mma role: one warpgroup
 
-// S = Q K^T
-template <AttentionForwardSpec spec, int steps>
-ONCHIP_DEVICE void issue_qk(float (&s)[spec.tile_n / 2], const u32 (&q)[steps][4], u32 q_descriptor,
-                            u32 k_descriptor) {
-  using Product = Wgmma<spec.tile_n, spec.bf16>;
-#pragma unroll
-  for (int k = 0; k < spec.head_dim_qk / 16; ++k) {
-    const u32 b = k_descriptor + descriptor_step_k_major(k, spec.tile_n);
-    if constexpr (spec.q_in_registers) {
-      Product::rs(s, q[k], b, k != 0);
-    } else {
-      Product::ss(s, q_descriptor + descriptor_step_k_major(k, 64), b, k != 0);
-    }
-  }
-  wgmma_commit_group();
-}
-
-// O += P V. P was rounded to the input type: its error is the one that every 16-bit P V has.
-template <AttentionForwardSpec spec>
-ONCHIP_DEVICE void issue_pv(float (&o)[spec.head_dim_v / 2], const u32 (&p)[spec.tile_n / 16][4],
-                            u32 v_descriptor) {
-#pragma unroll
-  for (int k = 0; k < spec.tile_n / 16; ++k) {
-    Wgmma<spec.head_dim_v, spec.bf16>::rs_mn(o, p[k], v_descriptor + descriptor_step_mn_major(k),
-                                             1);
-  }
-  wgmma_commit_group();
-}
-
 template <AttentionForwardSpec spec>
 ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
   constexpr AttentionForwardSmem kSmem = Block<spec>::kSmem;
   constexpr int kN = spec.tile_n;
   constexpr int kQSteps = spec.q_in_registers ? spec.head_dim_qk / 16 : 1;
-  constexpr int kSlabBytes =
-      kSmem.q_slot_bytes / spec.warpgroups;  // a warpgroup's part of a Q slot
   // A warpgroup may have to pass over the first block of a tile, never over two: the V of a second
   // could only be loaded after products that this warpgroup issues later.
   static_assert(64 * (spec.warpgroups - 1) <= kN);
+  // Where P V is long its wait hides the exchange of maxima. NOTE(codegen): and without a branch
+  // ptxas computes some exponentials before it; nvcc 13.0, early_exponentials in tests/resources.
+  constexpr bool kVote = spec.head_dim_v <= 64;
   const AttentionForwardParams& p = block.params;
   const int w = block.role - static_cast<int>(Role::mma);
-  const int thread = threadIdx.x % 128;
-  const int lane = threadIdx.x % 32;
+  const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const float c = p.scale_log2;
-  const u32 q_slab = block.smem + kSmem.q + w * kSlabBytes;
+  const u32 q_slab = block.q_slab(0, w);
   const u32 q_descriptor = descriptor_low(q_slab, 0);
   const u32 k_descriptor = descriptor_low(block.smem + kSmem.k, 0);
   const u32 v_descriptor = descriptor_low(block.smem + kSmem.v, kN * kChunkRowBytes);
@@ -296,48 +224,57 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     if constexpr (spec.turn_taking) named_barrier_sync(kTurn + w, 256);
   };
   const auto turn_end = [&] {
-    if constexpr (spec.turn_taking) {
-      named_barrier_arrive(kTurn + (w + 1 == spec.warpgroups ? 0 : w + 1), 256);
-    }
+    const int next = w + 1 == spec.warpgroups ? 0 : w + 1;
+    if constexpr (spec.turn_taking) named_barrier_arrive(kTurn + next, 256);
+  };
+  const auto pass_turn = [&] {
+    turn_begin();
+    turn_end();
   };
   if (spec.turn_taking && w == spec.warpgroups - 1) turn_end();
 
   const auto mask_block = [&](int n, int j) {
     const int limit = block.tile(n).kv_limit;
-    int limit0 = limit, limit1 = limit;
-    if constexpr (spec.causal) {
-      const int seen = block.tile(n).diagonal + 64 * w + accumulator_row(thread);
-      limit0 = min(limit, seen);
-      limit1 = min(limit, seen + 8);
-    }
+    const int seen = block.tile(n).diagonal + 64 * w + accumulator_row(thread);
     const int column = j * kN + accumulator_column(thread);
-    mask_columns(s, limit0 - column, limit1 - column);
+    mask_columns(s, (spec.causal ? min(limit, seen) : limit) - column,
+                 (spec.causal ? min(limit, seen + 8) : limit) - column);
+  };
+  // S = Q K^T of tile n's Q and block number `use`.
+  const auto issue_qk = [&](int n, int use) {
+    const u32 k = k_descriptor + (use & 1) * (kSmem.k_stage_bytes >> 4);
+    if constexpr (spec.q_in_registers) {
+      issue_k_major<kN, spec.bf16>(s, q, k);
+    } else {
+      issue_k_major<kN, spec.bf16, spec.head_dim_qk / 16>(
+          s, q_descriptor + (n & 1) * (kSmem.q_slot_bytes >> 4), k);
+    }
+  };
+  // O += P V. P was rounded to the input type: its error is the one that every 16-bit P V has.
+  const auto issue_pv = [&](int use) {
+    issue_mn_major<spec.head_dim_v, spec.bf16>(
+        o, probabilities, v_descriptor + (use & 1) * (kSmem.v_stage_bytes >> 4));
   };
   // S of block j and, under it, O += P V of block j + 1; then the softmax of S.
   const auto step = [&](auto masked, int n, int j) {
     block.wait_full(Barrier::k_full, it + 1);
     turn_begin();
-    pin(s);
-    pin(probabilities);
-    pin(o);
-    pin(q);
+    pin(s, probabilities, o, q);
     wgmma_fence();
-    issue_qk<spec>(s, q, q_descriptor + (n & 1) * (kSmem.q_slot_bytes >> 4),
-                   k_descriptor + ((it + 1) & 1) * (kSmem.k_stage_bytes >> 4));
+    issue_qk(n, it + 1);
     block.wait_full(Barrier::v_full, it);
     rescale(o, state);  // for the block before, under the product just issued
     pin(o);
     wgmma_fence();
-    issue_pv<spec>(o, probabilities, v_descriptor + (it & 1) * (kSmem.v_stage_bytes >> 4));
+    issue_pv(it);
     turn_end();
     wgmma_wait_group<1>();
     pin(s);
     release(Barrier::k_empty, it + 1);
     if constexpr (masked.value) mask_block(n, j);
-    softmax_block<false, masked.value>(s, state, c);
+    softmax_block<false, masked.value, kVote>(s, state, c);
     wgmma_wait_group<0>();
-    pin(o);
-    pin(probabilities);
+    pin(o, probabilities);
     release(Barrier::v_empty, it);
     pack_accumulator<spec.bf16>(probabilities, s);
     ++it;
@@ -364,8 +301,7 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
       // The tile's first block may lie beyond this warpgroup's last row.
       if (blocks > 1 && min(limit, seen + 63) <= (blocks - 1) * kN) {
         pass_block();
-        turn_begin();
-        turn_end();
+        pass_turn();
         --blocks;
       }
     }
@@ -377,13 +313,17 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
 #pragma unroll 1
     for (int j = uniform(block.tile(n).blocks); j > 0; --j) {
       pass_block();
-      if (j == 1) break;
-      turn_begin();
-      turn_end();
+      if (j > 1) pass_turn();
     }
     release(Barrier::tile_empty, n);
     if (thread == 0) block.arrive(Barrier::q_empty, n);
     __syncwarp();
+  };
+  const auto last_pv = [&](int use) {
+    block.wait_full(Barrier::v_full, use);
+    pin(o, probabilities);
+    wgmma_fence();
+    issue_pv(use);
   };
   const auto take_q = [&](int n) {
     block.wait_full(Barrier::q_full, n);
@@ -401,16 +341,16 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
   };
   const auto first_softmax = [&](int n, int j) {
     wgmma_wait_group<0>();
-    pin(s);
-    pin(q);
+    pin(s, q);
     release(Barrier::k_empty, it);
     mask_block(n, j);
-    softmax_block<true, true>(s, state, c);
+    softmax_block<true, true, kVote>(s, state, c);
     pack_accumulator<spec.bf16>(probabilities, s);
   };
   // Divide by the sum; lse; O through this warpgroup's own Q slab.
   const auto finish_tile = [&](int n) {
-    const int live_rows = block.tile(n).live_rows;
+    const Tile& tile = block.tile(n);
+    const int live_rows = tile.live_rows;
     const int row = 64 * w + accumulator_row(thread);
     float inverse[2];
     bool live[2];
@@ -419,11 +359,10 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
       const float sum = row_sum(state.sum[r]);
       live[r] = sum != 0.0f && row + 8 * r < live_rows;
       inverse[r] = live[r] ? __fdividef(1.0f, sum) : 0.0f;
-      if (p.lse != nullptr && lane % 4 == 0 && row + 8 * r < block.tile(n).slot_rows) {
+      if (p.lse != nullptr && lane % 4 == 0 && row + 8 * r < tile.slot_rows) {
         constexpr float kLn2 = 0.693147180559945f;
-        const i64 at = static_cast<i64>(block.tile(n).lse_high) << 32 |
-                       static_cast<u32>(block.tile(n).lse_low);
-        p.lse[at + row + 8 * r] = live[r] ? (state.maximum[r] * c + lg2(sum)) * kLn2 : -infinity();
+        p.lse[tile.lse + row + 8 * r] =
+            live[r] ? (state.maximum[r] * c + lg2(sum)) * kLn2 : -infinity();
       }
     }
     const u32 slab = q_slab + (n & 1) * kSmem.q_slot_bytes;
@@ -431,17 +370,14 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     fence_proxy_async_shared();
     named_barrier_sync(kWarpgroup + w, 128);
     if (thread == 0) {
-#pragma unroll
       for (int chunk = 0; chunk < spec.head_dim_v / kChunkColumns; ++chunk) {
         tma_store(maps.o, slab + chunk * (64 * kChunkRowBytes),
-                  {chunk * kChunkColumns, block.tile(n).o_row + 64 * w, block.tile(n).head,
-                   block.tile(n).batch, block.tile(n).o_end});
+                  {chunk * kChunkColumns, tile.o_row + 64 * w, tile.head, tile.batch, tile.o_end});
       }
       tma_store_commit();
     }
     release(Barrier::tile_empty, n);
   };
-
   const auto free_q = [&](int n) {  // O has left the slot
     if (thread == 0) {
       tma_store_wait_read();
@@ -463,8 +399,7 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     take_q(n);
     pin(s);
     wgmma_fence();
-    issue_qk<spec>(s, q, q_descriptor + (n & 1) * (kSmem.q_slot_bytes >> 4),
-                   k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
+    issue_qk(n, it);
     first_softmax(n, j);
     for (;; ++n) {
 #pragma unroll
@@ -476,19 +411,14 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
 #pragma unroll 1
       for (; j > 0; --j) step(Constant<false>{}, n, j - 1);
 
-      // The tile's last O += P V and the next tile's first S.
-      // NOTE(codegen): everything is decided before the two products are issued, and a tile without
-      // a next has its own path: ptxas serialises products with a branch between them (C7514; nvcc
-      // 13.0).
+      // The tile's last O += P V and the next tile's first S. NOTE(codegen): everything is decided
+      // before, and a tile without a next has its own path: ptxas serialises products with a branch
+      // between them (C7514; nvcc 13.0).
       rescale(o, state);
       const int last = it++;
       j = take_tile(n + 1, full) - 1;
       if (j < 0) {
-        block.wait_full(Barrier::v_full, last);
-        pin(o);
-        pin(probabilities);
-        wgmma_fence();
-        issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
+        last_pv(last);
         wgmma_wait_group<0>();
         pin(o);
         release(Barrier::v_empty, last);
@@ -497,17 +427,11 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
         break;
       }
       take_q(n + 1);
-      block.wait_full(Barrier::v_full, last);
-      pin(o);
-      pin(probabilities);
       pin(s);
-      wgmma_fence();
-      issue_pv<spec>(o, probabilities, v_descriptor + (last & 1) * (kSmem.v_stage_bytes >> 4));
-      issue_qk<spec>(s, q, q_descriptor + ((n + 1) & 1) * (kSmem.q_slot_bytes >> 4),
-                     k_descriptor + (it & 1) * (kSmem.k_stage_bytes >> 4));
+      last_pv(last);
+      issue_qk(n + 1, it);
       wgmma_wait_group<1>();
-      pin(o);
-      pin(probabilities);
+      pin(o, probabilities);
       release(Barrier::v_empty, last);
       finish_tile(n);
       first_softmax(n + 1, j);
@@ -526,37 +450,26 @@ ONCHIP_DEVICE void attention_forward(const Maps& maps, const AttentionForwardPar
   const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
   const u32 smem = shared_address(memory);
   constexpr AttentionForwardSmem kSmem = Block<spec>::kSmem;
-  Block<spec> block{
-      {smem + kSmem.barriers, params.wait_failure, static_cast<int>(Role::mma) + warpgroup - 1},
-      params,
-      smem,
-      reinterpret_cast<Tile*>(memory + kSmem.tiles)};
+  const int role = warpgroup == 0 ? warp : static_cast<int>(Role::mma) + warpgroup - 1;
+  const Block<spec> block{{smem + kSmem.barriers, params.wait_failure, role},
+                          params,
+                          smem,
+                          reinterpret_cast<Tile*>(memory + kSmem.tiles)};
   if (smem % 1024 != 0) trap();  // the swizzle counts rows from there
   if (threadIdx.x == 0) {
-    prefetch_tensormap(maps.q);
-    prefetch_tensormap(maps.k);
-    prefetch_tensormap(maps.v);
-    prefetch_tensormap(maps.o);
+    for (const TensorMap* map : {maps.q, maps.k, maps.v, maps.o}) prefetch_tensormap(map);
     constexpr int kWarps = 4 * spec.warpgroups;
-    constexpr int kArrivals[] = {1, spec.warpgroups, 1, kWarps, 1, kWarps, 1, kWarps + 1, 1};
-    for (int i = 0; i < 2 * static_cast<int>(Barrier::count); ++i) {
-      mbarrier_init(block.barrier(Barrier{}, i), kArrivals[i / 2]);
-    }
-    fence_mbarrier_init();
+    block.init({1, spec.warpgroups, 1, kWarps, 1, kWarps, 1, kWarps + 1, 1});
   }
-  for (int i = threadIdx.x; i < 64 * kChunkRowBytes / 16; i += blockDim.x) {
-    st_shared(smem + kSmem.zeros + 16 * i, 0, 0, 0, 0);
-  }
+  zero_shared(smem + kSmem.zeros, 64 * kChunkRowBytes);
   fence_proxy_async_shared();
   __syncthreads();
 
   if (warpgroup == 0) {
     setmaxnreg_dec<attention_forward_producer_registers(spec)>();
-    if (warp == 0) {
-      block.role = static_cast<int>(Role::load);
+    if (warp == static_cast<int>(Role::load)) {
       if (elect()) load(block, maps);
-    } else if (warp == 1) {
-      block.role = static_cast<int>(Role::schedule);
+    } else if (warp == static_cast<int>(Role::schedule)) {
       schedule(block, maps);
     }
   } else {
