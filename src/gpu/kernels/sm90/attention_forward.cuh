@@ -34,6 +34,7 @@ inline constexpr int kTurn = 5;       // + warpgroup; it may issue its products
 // trip to the L2, two with lengths.
 inline constexpr int kTileLead = 4;
 
+// No box may lie wholly outside: TMA then touches the map's base, with varlen out of the tensor.
 struct Maps {
   const TensorMap *q, *k, *v, *o;
 };
@@ -86,7 +87,7 @@ ONCHIP_DEVICE Tile make_tile(const AttentionForwardParams& p, const TilePlace& p
 template <AttentionForwardSpec spec>
 ONCHIP_DEVICE void write_empty(const Block<spec>& block, const Maps& maps, const Tile& t) {
   if (elect()) {
-    for (int w = 0; w < spec.warpgroups; ++w) {
+    for (int w = 0; w < spec.warpgroups && 64 * w < t.slot_rows; ++w) {
       for (int c = 0; c < spec.head_dim_v; c += kChunkColumns) {
         tma_store(maps.o, block.smem + block.kSmem.zeros,
                   {c, t.o_row + 64 * w, t.head, t.batch, t.o_end});
@@ -156,8 +157,10 @@ ONCHIP_DEVICE void load(const Block<spec>& block, const Maps& maps) {
     block.arrive(Barrier::tile_empty, n);
     block.wait_empty(Barrier::q_empty, n);
     const u32 q_full = block.barrier(Barrier::q_full, n & 1);
-    mbarrier_arrive_expect_tx(q_full, spec.tile_m() * spec.head_dim_qk * 2);
-    for (int w = 0; w < spec.warpgroups; ++w) {
+    // The others' slabs keep what they hold: their rows are not live.
+    const int live = min(spec.warpgroups, attention_forward_ceil_div(t.live_rows, 64));
+    mbarrier_arrive_expect_tx(q_full, live * 64 * spec.head_dim_qk * 2);
+    for (int w = 0; w < live; ++w) {
       for (int c = 0; c < spec.head_dim_qk / kChunkColumns; ++c) {
         tma_load(block.q_slab(n, w) + c * (64 * kChunkRowBytes), maps.q, q_full,
                  {c * kChunkColumns, t.q_row + 64 * w, t.head, t.batch, t.q_end}, kEvictFirst);
@@ -232,7 +235,6 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     turn_end();
   };
   if (spec.turn_taking && w == spec.warpgroups - 1) turn_end();
-
   const auto mask_block = [&](int n, int j) {
     const int limit = block.tile(n).kv_limit;
     const int seen = block.tile(n).diagonal + 64 * w + accumulator_row(thread);
