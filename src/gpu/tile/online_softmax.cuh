@@ -57,8 +57,9 @@ ONCHIP_DEVICE void move_maximum(int r, float top, SoftmaxState& state, float c) 
 }
 
 // One block: s becomes its probabilities, relative to the new maximum. `masked`: rows may still be
-// without a key, so maxima may be -inf. `vote`: the four threads of a row exchange their maxima only
-// if some row of the warp has grown too far; without it always, and where `masked` maxima are exact.
+// without a key, so maxima may be -inf. `vote`: the four threads of a row exchange their maxima
+// only if some row of the warp has grown too far; without it always, and where `masked` maxima are
+// exact.
 template <bool first, bool masked, bool vote, int n>
 ONCHIP_DEVICE void softmax_block(float (&s)[n], SoftmaxState& state, float c) {
   float top[2], reference[2];

@@ -9,8 +9,9 @@ namespace onchip::tile {
 // About four seconds: far above any wait of a kernel that makes progress.
 inline constexpr i64 kBoundedWaitCycles = 1ll << 33;
 
-// Kind: the kernel's enum of barriers, which lie in its order; its last is `count`. `bounded`: a wait that does not end
-// writes a Failure {1, block, thread, role, barrier, stage, parity} and traps.
+// Kind: the kernel's enum of barriers, which lie in its order; its last is `count`. `bounded`: a
+// wait that does not end writes a Failure {1, block, thread, role, barrier, stage, parity} and
+// traps.
 template <typename Kind, typename Failure, bool bounded>
 struct Pipeline {
   u32 barriers;  // shared address

@@ -39,8 +39,8 @@ ONCHIP_DEVICE void pin(Fragments&... fragments) {
   (pin(fragments), ...);
 }
 
-// Whole products of 16 `steps` columns of A, as one group. b: low descriptor word of B's first step.
-// D = A B^T, B K-major (n rows); A in registers,
+// Whole products of 16 `steps` columns of A, as one group. b: low descriptor word of B's first
+// step. D = A B^T, B K-major (n rows); A in registers,
 template <int n, bool bf16, int steps>
 ONCHIP_DEVICE void issue_k_major(float (&d)[n / 2], const u32 (&a)[steps][4], u32 b) {
 #pragma unroll

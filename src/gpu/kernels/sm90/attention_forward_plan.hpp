@@ -221,8 +221,8 @@ constexpr AttentionForwardParams attention_forward_params(const AttentionForward
       kv_heads *= 2;
     }
     p.heads_per_section = static_cast<int>(kv_heads) * p.heads_per_kv_head;
-    // The quarter with the fewest keys, of all heads, ends the launch: 6 % of the work, and the last
-    // tiles that blocks wait for are as short as the whole batch allows.
+    // The quarter with the fewest keys, of all heads, ends the launch: 6 % of the work, and the
+    // last tiles that blocks wait for are as short as the whole batch allows.
     p.late_tiles = p.tiles_per_head / 4;
   }
   return p;
