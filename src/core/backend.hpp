@@ -20,6 +20,8 @@ static_assert(std::is_trivially_copyable_v<BackendPlan>);
 
 struct Reject {
   std::string reason;  // reads after "backend: "
+  // A setting is at fault (docs/settings.md): the call is refused, no later backend steps in.
+  bool by_setting = false;
 };
 
 using PlanResult = std::variant<BackendPlan, Reject>;

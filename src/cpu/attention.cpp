@@ -65,10 +65,10 @@ std::int32_t workers_for(std::int64_t tasks) {
 }
 
 template <typename Problem>
-std::string unsupported(const Problem& problem, const Settings& settings) {
+std::string unsupported(const Problem& problem) {
   if (problem.device.type != ONCHIP_DEVICE_CPU) return "works on CPU tensors only";
   if (!is_float(problem.dtype)) return "takes float64, float32, float16 and bfloat16 only";
-  return settings.num_threads_problem;
+  return "";
 }
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -253,8 +253,9 @@ void clear_slack(const AttentionForwardProblem& problem) {
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
                                   const Settings& settings) {
-  if (const std::string reason = unsupported(problem, settings); !reason.empty()) {
-    return Reject{reason};
+  if (const std::string reason = unsupported(problem); !reason.empty()) return Reject{reason};
+  if (const std::string& reason = settings.num_threads_problem; !reason.empty()) {
+    return Reject{reason, true};
   }
   if (problem.options.tf32) return Reject{"precision tf32: this backend keeps float32 exact"};
   const std::int64_t widest = std::max(problem.head_dim_qk, problem.head_dim_v);
@@ -269,7 +270,7 @@ PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
     return Reject{"softcap is outside the range of float32"};
   }
   const IsaChoice choice = choose_isa(settings);
-  if (!choice.problem.empty()) return Reject{choice.problem};
+  if (!choice.problem.empty()) return Reject{choice.problem, true};
   const Unit unit = unit_of(choice.isa);
   BackendPlan plan;
   plan.kernel = unit.forward_name;
@@ -355,11 +356,12 @@ void merge_row(const Unit& unit, const AttentionMergeProblem& problem, std::int6
 }  // namespace
 
 PlanResult plan_attention_merge(const AttentionMergeProblem& problem, const Settings& settings) {
-  if (const std::string reason = unsupported(problem, settings); !reason.empty()) {
-    return Reject{reason};
+  if (const std::string reason = unsupported(problem); !reason.empty()) return Reject{reason};
+  if (const std::string& reason = settings.num_threads_problem; !reason.empty()) {
+    return Reject{reason, true};
   }
   const IsaChoice choice = choose_isa(settings);
-  if (!choice.problem.empty()) return Reject{choice.problem};
+  if (!choice.problem.empty()) return Reject{choice.problem, true};
   BackendPlan plan;
   plan.kernel = unit_of(choice.isa).merge_name;
   plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);

@@ -53,7 +53,8 @@ void require_known_backend(std::string_view op, std::string_view forced,
   throw_invalid(op, "backend", "\"" + std::string(forced) + "\"", names);
 }
 
-// The first backend that takes the problem; unsupported with every reason if none does.
+// The first backend that takes the problem; unsupported with every reason if none does, or if a
+// setting keeps an earlier one from it.
 template <typename Problem>
 Choice<Problem> choose(std::string_view op, std::string_view forced,
                        std::span<const Backend<Problem>> table, const Problem& problem) {
@@ -63,7 +64,9 @@ Choice<Problem> choose(std::string_view op, std::string_view forced,
     if (!forced.empty() && forced != table[i].name) continue;
     PlanResult result = table[i].plan(problem);
     if (auto* plan = std::get_if<BackendPlan>(&result)) return {i, *plan};
-    reasons += "\n  " + std::string(table[i].name) + ": " + std::get<Reject>(result).reason;
+    const Reject& reject = std::get<Reject>(result);
+    reasons += "\n  " + std::string(table[i].name) + ": " + reject.reason;
+    if (reject.by_setting) break;
   }
   std::string text(op);
   text += forced.empty() ? ": no backend takes this call:"
@@ -78,11 +81,13 @@ std::string explain_call(std::string_view name, std::string_view forced,
   require_known_backend(name, forced, table);
   std::string lines;
   std::string chosen;
+  bool refused = false;  // by a setting
   for (const Backend<Problem>& backend : table) {
     const PlanResult result = backend.plan(problem);
     lines += "\n  " + std::string(backend.name) + ": ";
     if (const auto* reject = std::get_if<Reject>(&result)) {
       lines += "rejected: " + reject->reason;
+      refused = refused || (reject->by_setting && forced.empty() && chosen.empty());
       continue;
     }
     const auto& plan = std::get<BackendPlan>(result);
@@ -90,6 +95,8 @@ std::string explain_call(std::string_view name, std::string_view forced,
         std::string(plan.kernel) + ", workspace " + std::to_string(plan.workspace_bytes) + " bytes";
     if (!forced.empty() && forced != backend.name) {
       lines += "possible, but another backend is forced: " + what;
+    } else if (refused) {
+      lines += "possible if forced: " + what;
     } else if (chosen.empty()) {
       chosen = backend.name;
       lines += "chosen: " + what;

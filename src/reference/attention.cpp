@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 
+#include "core/settings.hpp"
 #include "core/thread_pool.hpp"
 
 namespace onchip::reference {
@@ -474,6 +475,9 @@ template <typename Problem>
 const char* unsupported(const Problem& problem) {
   if (problem.device.type != ONCHIP_DEVICE_CPU) return "works on CPU tensors only";
   if (!is_float(problem.dtype)) return "takes float64, float32, float16 and bfloat16 only";
+  if (const std::string& reason = settings().num_threads_problem; !reason.empty()) {
+    return reason.c_str();
+  }
   return nullptr;
 }
 

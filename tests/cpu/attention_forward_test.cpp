@@ -432,18 +432,24 @@ TEST(ForwardPlan, SaysWhyNot) {
     const auto* reject = std::get_if<Reject>(&result);
     return reject == nullptr ? std::string() : reject->reason;
   };
+  const auto blames_setting = [&](const Settings& settings) {
+    return std::get<Reject>(cpu::plan_attention_forward(problem, settings)).by_setting;
+  };
   EXPECT_EQ(reason(Settings{}), "");
   Settings mistyped;
   mistyped.cpu_isa_problem = "ONCHIP_CPU_ISA: got \"avx3\"";
   EXPECT_EQ(reason(mistyped), mistyped.cpu_isa_problem);
+  EXPECT_TRUE(blames_setting(mistyped));
   Settings threads;
   threads.num_threads_problem = "ONCHIP_NUM_THREADS: got \"x\"";
   EXPECT_EQ(reason(threads), threads.num_threads_problem);
+  EXPECT_TRUE(blames_setting(threads));
   for (const cpu::Isa isa : {cpu::Isa::portable, cpu::Isa::avx2, cpu::Isa::avx512}) {
     EXPECT_EQ(reason(forcing(isa)).empty(), cpu::isa_available(isa));
   }
   problem.head_dim_v = 100000;
   EXPECT_EQ(reason(Settings{}), "head dim 100000: at most 65536");
+  EXPECT_FALSE(blames_setting(Settings{}));
   problem.head_dim_v = 64;
   problem.options.tf32 = true;
   EXPECT_NE(reason(Settings{}).find("tf32"), std::string::npos);
