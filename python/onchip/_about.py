@@ -25,7 +25,7 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
     A call that breaks the contract raises InvalidArgument, as the operator would. One that no
     backend takes does not raise: the text has the reasons.
     """
-    if op_name not in _OPERATORS:
+    if not isinstance(op_name, str) or op_name not in _OPERATORS:
         raise InvalidArgument(
             f"explain: op_name: got {op_name!r}, wanted one of {', '.join(_OPERATORS)}"
         )

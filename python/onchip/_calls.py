@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onchip import _native
-from onchip._kinds import CPU, Kind, kind_of, result_kind_of
+from onchip._kinds import CPU, ArraySpec, Kind, kind_of, result_kind_of
 from onchip.errors import InvalidArgument
 
 Arguments = dict[str, Any]
@@ -79,6 +79,13 @@ MERGE = Operator("merge", ("o1", "lse1", "o2", "lse2"), (), (), _merge_outputs)
 
 def _integers(op: Operator, name: str, value: Any) -> Any:
     """Sequences of integers as an int64 array; anything else as it is."""
+    if isinstance(value, ArraySpec):
+        if value.device == "cpu":
+            raise InvalidArgument(
+                f"{op.name}: {name}: got an ArraySpec in host memory, wanted the values, which a "
+                "call looks at, or an ArraySpec on a GPU"
+            )
+        return value
     if not isinstance(value, (list, tuple, range)):
         return value
     try:

@@ -198,17 +198,29 @@ class _ArrayApi(Kind):
 class _Spec(Kind):
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         device_type, ordinal = _parse_device(op, argument, array.device)
-        return _native.shape(op, argument, tuple(array.shape), array.dtype, device_type, ordinal)
+        if not isinstance(array.dtype, str):
+            raise InvalidArgument(
+                f"{op}: {argument}: got dtype {array.dtype!r}, wanted its name, such as 'float32'"
+            )
+        try:
+            shape = tuple(array.shape)
+        except TypeError:
+            raise InvalidArgument(
+                f"{op}: {argument}: got shape {array.shape!r}, wanted a sequence of integers"
+            ) from None
+        return _native.shape(op, argument, shape, array.dtype, device_type, ordinal)
 
 
-def _parse_device(op: str, argument: str, device: str) -> tuple[int, int]:
+def _parse_device(op: str, argument: str, device: object) -> tuple[int, int]:
     if device == "cpu":
         return CPU, 0
     if device == "cuda":
         return CUDA, 0
-    name, _, ordinal = device.partition(":")
-    if name == "cuda" and ordinal.isdecimal():
-        return CUDA, int(ordinal)
+    if isinstance(device, str):
+        name, _, ordinal = device.partition(":")
+        # Nine digits fit in the C library's ordinal.
+        if name == "cuda" and ordinal.isdecimal() and len(ordinal) < 10:
+            return CUDA, int(ordinal)
     raise InvalidArgument(
         f'{op}: {argument}: got device {device!r}, wanted "cpu", "cuda" or "cuda:<ordinal>"'
     )

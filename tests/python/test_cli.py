@@ -70,6 +70,50 @@ def test_doctor_shows_settings_and_their_problems():
     assert re.search(r"^  ONCHIP_CPU_ISA +portable \(environment\)$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("setting", "refused"),
+    [
+        ("ONCHIP_NUM_THREADS=many", [None, "cpu", "reference"]),
+        ("ONCHIP_CPU_ISA=AVX2", [None, "cpu"]),
+    ],
+)
+def test_wrong_settings_refuse_every_call_they_concern(setting, refused):
+    """No other backend silently takes the call in place of the one that the setting is about."""
+    script = """
+import numpy, onchip
+x = numpy.ones((1, 4, 1, 4), "float32")
+lse = numpy.zeros((1, 1, 4), "float32")
+for backend in (None, "cpu", "reference"):
+    for call in (
+        lambda: onchip.ops.attention_forward(x, x, x, backend=backend),
+        lambda: onchip.ops.merge(x, lse, x, lse, backend=backend),
+    ):
+        try:
+            call()
+        except onchip.Unsupported as error:
+            print(backend, repr(str(error)))
+        else:
+            print(backend, "done")
+print(onchip.explain("attention_forward", x, x, x).splitlines()[0])
+"""
+    name, value = setting.split("=")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *calls, explained = done.stdout.splitlines()
+    for line, backend in zip(calls, [None, None, "cpu", "cpu", *2 * ["reference"]], strict=True):
+        assert line.startswith(f"{backend} ")
+        if backend in refused:
+            assert f'{name}: got "{value}"' in line
+        else:
+            assert line == f"{backend} done"
+    assert explained == "attention_forward: no backend takes this call"
+
+
 SHAPE = (2, 1024, 16, 128)
 GROUPED = (2, 1024, 4, 128)
 BF16 = ArraySpec(SHAPE, "bfloat16")
@@ -149,6 +193,22 @@ def test_explain(run, words, wanted):
         (["explain", "attention_forward", "--q", "2,3"], "attention_forward: q: got "),
         (["explain", "attention", "--q", "2,3,4,5"], "explain: op_name: got 'attention', wanted"),
         (["explain", "merge"], "explain: o1: got nothing, wanted"),
+        (
+            ["explain", "merge", "--o1", "2,3,4,5", "--causal"],
+            "explain: causal: got True, wanted nothing: merge does not take it",
+        ),
+        (
+            ["explain", "merge", "--q", "2,3,4,5"],
+            "explain: q: got '2,3,4,5', wanted nothing: merge does not take it",
+        ),
+        (
+            ["explain", "attention_forward", "--q", "2,3,4,5", "--o1", "2,3,4,5"],
+            "explain: o1: got '2,3,4,5', wanted nothing: attention_forward does not take it",
+        ),
+        (
+            ["kernels", "list", "--path", "x"],
+            "kernels: path: got 'x', wanted nothing: list does not take it",
+        ),
         (["kernels", "clean"], "kernels: action: got 'clean', wanted list, warm,"),
         (["kernels", "build"], "kernels: path: got nothing, wanted a file"),
     ],

@@ -213,6 +213,8 @@ def test_explain_of_shapes_is_that_of_arrays():
 def test_explain_checks_the_call():
     with pytest.raises(onchip.InvalidArgument, match="explain: op_name: got 'attention', wanted"):
         onchip.explain("attention", X, X, X)
+    with pytest.raises(onchip.InvalidArgument, match=r"explain: op_name: got \[\], wanted"):
+        onchip.explain([], X, X, X)
     with pytest.raises(onchip.InvalidArgument, match=r"^attention_forward: v: "):
         onchip.explain("attention_forward", X, X, X[:, :2])
     with pytest.raises(TypeError):
@@ -235,7 +237,42 @@ def test_specs_are_not_run():
         onchip.ops.attention_forward(X, spec, X)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:", "cuda:-1", "cuda:x", ""])
+def test_specs_of_integers():
+    """On a GPU nobody looks at their values; in host memory a call does, and a spec has none."""
+    spec = ArraySpec((300, 4, 64), "float16", "cuda")
+    offsets = ArraySpec((3,), "int32", "cuda")
+    text = onchip.explain("attention_forward", spec, spec, spec, cu_seqlens_q=offsets)
+    assert text.startswith("attention_forward: ") and "reference: rejected" in text
+    offsets = ArraySpec((3, 1), "int32", "cuda")
+    with pytest.raises(onchip.InvalidArgument, match=r"cu_seqlens_q: got shape \[3, 1\]"):
+        onchip.explain("attention_forward", spec, spec, spec, cu_seqlens_q=offsets)
+    spec = ArraySpec((300, 4, 64), "float16")
+    for name in ("cu_seqlens_q", "seqlens_kv", "dropout_rng"):
+        options = {name: ArraySpec((3,), "int64")}
+        with pytest.raises(onchip.InvalidArgument, match=f"{name}: got an ArraySpec in host"):
+            onchip.explain("attention_forward", spec, spec, spec, **options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ArraySpec(5, "float32"), "q: got shape 5, wanted a sequence of integers"),
+        (ArraySpec((1, None, 2, 3), "float32"), "q: got None, wanted an integer"),
+        (ArraySpec(X.shape, np.float32), "q: got dtype <class 'numpy.float32'>, wanted its name"),
+        (ArraySpec(X.shape, "float31"), "q: got dtype 'float31', wanted"),
+    ],
+    ids=["shape", "extent", "dtype", "name"],
+)
+def test_nonsense_in_specs(spec, message):
+    with pytest.raises(onchip.InvalidArgument) as caught:
+        onchip.explain("attention_forward", spec, spec, spec)
+    assert str(caught.value).startswith(f"attention_forward: {message}")
+
+
+DEVICES = ["gpu", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cuda:4294967296", "", None, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_devices_of_specs(device):
     spec = ArraySpec(X.shape, "float32", device)
     with pytest.raises(onchip.InvalidArgument, match="q: got device"):

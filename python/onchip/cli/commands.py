@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import onchip
 from onchip import _native
+from onchip.cli.signature import parameters
 from onchip.errors import InvalidArgument
 
 _FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "rich", "typer", "matplotlib")
@@ -128,6 +129,15 @@ class _Shapes:
         return self.of(rows_and_heads[:-2] + rows_and_heads[-2:][::-1], self.lse_dtype)
 
 
+def _refuse_unused(command: str, action: str, given: dict[str, tuple[Any, Any]]) -> None:
+    """given: what `action` has no use for, as (value, default)."""
+    for name, (value, default) in given.items():
+        if value != default:
+            raise InvalidArgument(
+                f"{command}: {name}: got {value!r}, wanted nothing: {action} does not take it"
+            )
+
+
 def explain(
     operator: Annotated[str, "attention_forward, attention_backward or merge"],
     *,
@@ -165,9 +175,21 @@ def explain(
 
     onchip explain attention_forward --dtype bf16 --q 2,1024,16,128 --k 2,1024,4,128 --causal
     """
+    given = locals()
+    used_by_merge = ("operator", "o1", "dtype", "device", "backend")
+    is_merge = operator == "merge"
+    _refuse_unused(
+        "explain",
+        operator,
+        {
+            parameter.name: (given[parameter.name], parameter.default)
+            for parameter in parameters(explain)
+            if (parameter.name not in used_by_merge if is_merge else parameter.name == "o1")
+        },
+    )
     shapes = _Shapes(dtype, device)
-    if operator == "merge":
-        part = shapes.parse("o1", o1 or q)
+    if is_merge:
+        part = shapes.parse("o1", o1)
         if part is None:
             raise InvalidArgument("explain: o1: got nothing, wanted the shape of a part")
         lse = shapes.lse_of(part)
@@ -221,6 +243,8 @@ def kernels(
     list: what is registered. warm: compile into the kernel cache. resources: registers, spills,
     shared memory of each. build: write an archive that a machine without NVRTC can use.
     """
+    if action != "build":
+        _refuse_unused("kernels", action, {"path": (path, None)})
     if action == "list":
         return _table(_native.kernels_list(filter), ("name",))
     if action == "resources":
