@@ -353,7 +353,8 @@ def measure_first_call(archive: Path) -> Result:
             shutil.copytree(package, copy / "onchip", ignore=ignored)
             if source == "archive":
                 shutil.copy(archive, copy / "onchip" / "onchip_kernels.bin")
-            environment = os.environ | {"PYTHONPATH": str(copy), "ONCHIP_CACHE_DIR": "off"}
+            path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = os.environ | {"PYTHONPATH": path, "ONCHIP_CACHE_DIR": "off"}
             samples_ms = []
             for _ in range(_FIRST_CALLS):
                 child = subprocess.run(

@@ -32,7 +32,9 @@ def judge_with_spread(backend, q, k, v, **options):
     if backend not in EXACT_BACKENDS:
         ref_o, ref_lse = attention.attention_forward(q, k, v, **options)
         for result, ref, row_axis in [(o, ref_o, 1), (lse, ref_lse, 2)]:
-            in_ref = np.moveaxis(np.isnan(ref), row_axis, -1)
+            # An lse of -inf is a row without keys.
+            bad = np.isnan(ref) if ref.ndim == 3 else ~np.isfinite(ref)
+            in_ref = np.moveaxis(bad, row_axis, -1)
             in_ref = in_ref if ref.ndim == 3 else in_ref.any(axis=2)  # [batch, head, row]
             near = in_ref.copy()
             for row in range(near.shape[-1]):

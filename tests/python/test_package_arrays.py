@@ -677,3 +677,34 @@ def test_jax(dtype):
     np.testing.assert_array_equal(np.asarray(o), wanted)
     with pytest.raises(onchip.InvalidArgument, match="q: got DynamicJaxprTracer"):
         jax.jit(lambda x: onchip.ops.attention_forward(x, x, x)[0])(q)
+
+
+def test_lengths_that_change_during_the_call():
+    """A call keeps the values that it has checked; if not, this one leaves its arrays."""
+    script = """
+import threading
+import numpy, onchip
+
+x = numpy.ones((1500, 1, 8), "float32")
+cu_seqlens = numpy.array([0, 750, 1500])
+stop = threading.Event()
+
+def change():
+    while not stop.is_set():
+        for value in (1 << 40, -(1 << 40), 750):
+            cu_seqlens[1] = value
+
+thread = threading.Thread(target=change)
+thread.start()
+try:
+    for _ in range(300):
+        try:
+            onchip.ops.attention_forward(x, x, x, cu_seqlens_q=cu_seqlens, backend="cpu")
+        except onchip.InvalidArgument:
+            pass
+finally:
+    stop.set()
+    thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

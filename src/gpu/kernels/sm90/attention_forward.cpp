@@ -160,6 +160,8 @@ std::optional<Reject> reject_problem(const AttentionForwardProblem& p) {
         {"num_heads_q", p.num_heads_q, kMaxSize - 1}}) {
     if (got > limit) return Reject{size_text(name, got, limit)};
   }
+  // Before strides are looked at: those of a tensor without columns are all 0.
+  if (p.head_dim_qk < 1 || p.head_dim_v < 1) return Reject{"head_dim must be at least 1"};
   const Operands t = operands(p);
   for (const auto& [name, tensor] :
        {std::pair<const char*, const AttentionForwardTensor*>{"q", &t.q},
