@@ -1,4 +1,5 @@
 // The extension module onchip._native: onchip's C interface for Python.
+#include <atomic>
 #include <cstdint>
 
 #include "call.hpp"
@@ -9,6 +10,15 @@
 namespace onchip_python {
 
 namespace {
+
+// nanobind registers a type once: a second import would get a module without Tensor and Call.
+void require_first_import() {
+  static std::atomic<bool> imported{false};
+  if (imported.exchange(true)) {
+    throw nb::import_error(
+        "onchip._native is loaded in this process already and cannot be loaded again");
+  }
+}
 
 void set_num_threads(nb::handle num_threads) {
   const Place place{"set_num_threads", "num_threads"};
@@ -30,6 +40,7 @@ nb::str kernels_text(const char* filter) {
 }  // namespace
 
 NB_MODULE(_native, module) {
+  require_first_import();
   // A thread that is in a call when the interpreter ends keeps its Tensors, as it should. The
   // module's domain is its own (CMakeLists.txt), so this silences nobody else.
   nb::set_leak_warnings(false);

@@ -259,7 +259,10 @@ void bind_tensor(nb::module_& module) {
           },
           nb::sig("def contiguous(self, /) -> Tensor"),
           "Itself where the layout is fine, else a copy in host memory. Outer axes that repeat\n"
-          "(stride 0) still do in the copy.");
+          "(stride 0) still do in the copy.")
+      .def(
+          "copy", [](const Tensor& self) { return contiguous_copy(self); },
+          nb::sig("def copy(self, /) -> Tensor"), "The same values in host memory of its own.");
   module.def("shape", tensor_of_shape,
              nb::sig("def shape(op: str, argument: str, shape: collections.abc.Sequence[int], "
                      "dtype: str, device_type: int, device_id: int, /) -> Tensor"),

@@ -154,8 +154,10 @@ def _prepare(
         value = _integers(op, name, arguments.pop(name))
         if value is None:
             continue
-        # Their values are facts that a plan looks at, so they are copied even in a dry call.
-        views[name] = _readable(op, name, kind_of(value), value, stream, copies, False)
+        # Their values are facts that a plan looks at, so they are copied even in a dry call; those
+        # in host memory always: what was checked has to hold during the run, whoever writes there.
+        view = _readable(op, name, kind_of(value), value, stream, copies, False)
+        views[name] = view.copy() if view.device[0] == CPU else view
     outputs = [output for output in op.outputs(views) if output.name not in unwanted]
     device = views[first].device
     for output in outputs:

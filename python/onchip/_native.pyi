@@ -33,6 +33,9 @@ class Tensor:
         (stride 0) still do in the copy.
         """
 
+    def copy(self, /) -> Tensor:
+        """The same values in host memory of its own."""
+
 def shape(
     op: str, argument: str, shape: Sequence[int], dtype: str, device_type: int, device_id: int, /
 ) -> Tensor:

@@ -34,42 +34,24 @@ def test_every_name_is_there():
             assert name == "__version__" or getattr(module, name).__doc__, name
 
 
-SECOND_IMPORTS = {
-    "after the first was dropped": """
+def test_second_import_is_refused_and_leaves_the_first_alone():
+    script = """
 import sys
+import numpy, onchip
+first = onchip
 for name in [name for name in sys.modules if name.startswith("onchip")]:
     del sys.modules[name]
 try:
     import onchip
 except ImportError as error:
     print(error)
-""",
-    "in another interpreter": """
-try:
-    import _interpreters as interpreters
-except ImportError:
-    import _xxsubinterpreters as interpreters
-interpreters.run_string(interpreters.create(), """
-    """"try:\\n import onchip\\nexcept ImportError as error:\\n print(error, flush=True)")
-""",
-}
-
-
-@pytest.mark.parametrize("again", SECOND_IMPORTS.values(), ids=SECOND_IMPORTS.keys())
-def test_second_import_leaves_the_first_alone(again):
-    script = f"""
-import numpy, onchip
-first = onchip
 x = numpy.ones((1, 4, 1, 4), "float32")
-{again}
-assert first.ops.attention_forward(x, x, x)[0].shape == x.shape
+first.explain("attention_forward", x, x, x)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    # CPython itself refuses some extensions in another interpreter.
-    assert "onchip._native is loaded in this process already" in done.stdout or (
-        "does not support" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
+    assert done.stdout.startswith("onchip._native is loaded in this process already")
 
 
 def test_importing_imports_no_array_library():

@@ -687,12 +687,14 @@ import numpy, onchip
 
 x = numpy.ones((1500, 1, 8), "float32")
 cu_seqlens = numpy.array([0, 750, 1500])
-stop = threading.Event()
+stop = False
 
 def change():
-    while not stop.is_set():
-        for value in (1 << 40, -(1 << 40), 750):
-            cu_seqlens[1] = value
+    while not stop:
+        cu_seqlens[1] = 1 << 40
+        cu_seqlens[1] = 750
+        cu_seqlens[2] = -5
+        cu_seqlens[2] = 1500
 
 thread = threading.Thread(target=change)
 thread.start()
@@ -703,7 +705,7 @@ try:
         except onchip.InvalidArgument:
             pass
 finally:
-    stop.set()
+    stop = True
     thread.join()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
