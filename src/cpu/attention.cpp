@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <string_view>
 
 #include "core/status.hpp"
 #include "core/thread_pool.hpp"
@@ -65,10 +66,10 @@ std::int32_t workers_for(std::int64_t tasks) {
 }
 
 template <typename Problem>
-std::string unsupported(const Problem& problem) {
+std::string_view unsupported(const Problem& problem) {
   if (problem.device.type != ONCHIP_DEVICE_CPU) return "works on CPU tensors only";
   if (!is_float(problem.dtype)) return "takes float64, float32, float16 and bfloat16 only";
-  return "";
+  return {};
 }
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -253,7 +254,9 @@ void clear_slack(const AttentionForwardProblem& problem) {
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
                                   const Settings& settings) {
-  if (const std::string reason = unsupported(problem); !reason.empty()) return Reject{reason};
+  if (const std::string_view reason = unsupported(problem); !reason.empty()) {
+    return Reject{std::string(reason)};
+  }
   if (const std::string& reason = settings.num_threads_problem; !reason.empty()) {
     return Reject{reason, true};
   }
@@ -356,7 +359,9 @@ void merge_row(const Unit& unit, const AttentionMergeProblem& problem, std::int6
 }  // namespace
 
 PlanResult plan_attention_merge(const AttentionMergeProblem& problem, const Settings& settings) {
-  if (const std::string reason = unsupported(problem); !reason.empty()) return Reject{reason};
+  if (const std::string_view reason = unsupported(problem); !reason.empty()) {
+    return Reject{std::string(reason)};
+  }
   if (const std::string& reason = settings.num_threads_problem; !reason.empty()) {
     return Reject{reason, true};
   }
