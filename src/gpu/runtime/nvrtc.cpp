@@ -154,6 +154,7 @@ class Finder {
                       std::to_string(minor) + ", wanted 12.0 or newer");
       return false;
     }
+    has_own_cache_ = major >= 13;
     version_ = std::to_string(major) + "." + std::to_string(minor);
     path_ = path_of(handle);
     load_builtins(path_, version_);
@@ -177,8 +178,12 @@ class Finder {
   void fill(Compiler& compiler) const {
     compiler.version = version_;
     compiler.path = path_;
-    compiler.compile = [api = api_](const CompileRequest& request) {
-      return Program(api, request).compile(request.flags);
+    compiler.compile = [api = api_, own_cache = has_own_cache_](const CompileRequest& request) {
+      // Where there is a driver, NVRTC keeps a cache of its own, whose hits come without the log that
+      // resources are read from. Ours is enough.
+      std::vector<std::string> flags = request.flags;
+      if (own_cache) flags.emplace_back("--no-cache");
+      return Program(api, request).compile(flags);
     };
   }
 
@@ -186,6 +191,7 @@ class Finder {
 
  private:
   Nvrtc api_;
+  bool has_own_cache_ = false;
   std::string version_;
   std::string path_;
   std::string problem_;
