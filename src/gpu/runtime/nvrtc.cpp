@@ -179,8 +179,8 @@ class Finder {
     compiler.version = version_;
     compiler.path = path_;
     compiler.compile = [api = api_, own_cache = has_own_cache_](const CompileRequest& request) {
-      // Where there is a driver, NVRTC keeps a cache of its own, whose hits come without the log that
-      // resources are read from. Ours is enough.
+      // Where there is a driver, NVRTC keeps a cache of its own, whose hits come without the log
+      // that resources are read from. Ours is enough.
       std::vector<std::string> flags = request.flags;
       if (own_cache) flags.emplace_back("--no-cache");
       return Program(api, request).compile(flags);
