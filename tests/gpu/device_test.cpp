@@ -177,10 +177,10 @@ TEST(OnDevice, WorksInTheCallersOwnContext) {
                             const std::string shared = m.compute(device, 0, nullptr);
                             CuContext own = nullptr;
                             m.check(m.use.cuCtxCreate(&own, 0, device.device), "cuCtxCreate");
-                            const std::string answer =
-                                shared + " " + m.compute(device, 0, nullptr) +
-                                (m.current() == own ? ", own" : ", another") + ", loaded " +
-                                std::to_string(m.cache.counts().loaded);
+                            // Statements of their own: operands of + have no order.
+                            std::string answer = shared + " " + m.compute(device, 0, nullptr);
+                            answer += m.current() == own ? ", own" : ", another";
+                            answer += ", loaded " + std::to_string(m.cache.counts().loaded);
                             m.check(m.use.cuCtxDestroy(own), "cuCtxDestroy");
                             return answer;
                           }));
