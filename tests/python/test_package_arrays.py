@@ -540,7 +540,7 @@ def test_memory_of_the_library_comes_back():
 
 def test_other_threads_run_during_a_call():
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((1, 700, 4, 64))
+    x = rng.standard_normal((1, 2000, 4, 64))
     done = threading.Event()
 
     def work():
