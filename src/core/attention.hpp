@@ -10,24 +10,10 @@
 
 #include "core/dtype.hpp"
 #include "core/philox.hpp"
+#include "core/rows.hpp"
 #include "core/tensor.hpp"
 
 namespace onchip {
-
-// q, k, v, o and their gradients: [batch, row, head, dim], or packed [row, head, dim] with
-// batch_stride 0. The innermost axis is contiguous.
-struct RowsView {
-  std::byte* data = nullptr;
-  DType dtype = DType::f32;
-  std::int64_t batch_stride = 0;
-  std::int64_t row_stride = 0;
-  std::int64_t head_stride = 0;
-  bool wanted = false;  // false: an absent tensor
-
-  std::byte* at(std::int64_t batch, std::int64_t row, std::int64_t head) const {
-    return data + batch * batch_stride + row * row_stride + head * head_stride;
-  }
-};
 
 // lse, d_lse: [batch, head, row], or packed [head, row] with batch_stride 0.
 struct RowScalarsView {

@@ -1,13 +1,10 @@
 #include "ops/attention_contract.hpp"
 
 #include <cmath>
-#include <cstdio>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "core/status.hpp"
-#include "ops/fingerprint.hpp"
 #include "ops/structs.hpp"
 
 namespace onchip::ops {
@@ -21,99 +18,6 @@ constexpr std::string_view kMerge = "merge";
 // Window bounds beyond any sequence act as no bound; clamping keeps i + bound from overflowing.
 constexpr std::int64_t kLongestSequence = std::int64_t{1} << 48;
 
-std::string number_text(double value) {
-  char buffer[32];
-  std::snprintf(buffer, sizeof(buffer), "%.9g", value);
-  return buffer;
-}
-
-// Tensors of one call with their names, for the checks that concern all of them.
-struct Named {
-  std::string_view name;
-  TensorView view;
-};
-
-class Call {
- public:
-  explicit Call(std::string_view op) : op_(op) {}
-
-  TensorView input(std::string_view name, const onchip_tensor* tensor) {
-    TensorView view = checked_view(op_, name, tensor);
-    fingerprint.add(tensor);
-    if (view.present()) inputs_.push_back({name, view});
-    return view;
-  }
-
-  TensorView output(std::string_view name, const onchip_tensor* tensor) {
-    TensorView view = checked_view(op_, name, tensor);
-    fingerprint.add(tensor);
-    if (view.present()) outputs_.push_back({name, view});
-    return view;
-  }
-
-  // All on `device`; lengths and the random state may be in host memory.
-  void check_devices(Device device, std::string_view owner) const {
-    for (const auto* list : {&inputs_, &outputs_}) {
-      for (const Named& tensor : *list) {
-        const bool host_allowed = tensor.name.starts_with("cu_seqlens") ||
-                                  tensor.name.starts_with("seqlens") ||
-                                  tensor.name == "dropout_rng";
-        if (tensor.view.device == device) continue;
-        if (host_allowed && tensor.view.device == Device{}) continue;
-        throw_invalid(op_, tensor.name, device_text(tensor.view.device),
-                      std::string(owner) + "'s device " + device_text(device) +
-                          (host_allowed ? " or cpu" : ""));
-      }
-    }
-  }
-
-  // Outputs keep apart from each other, from themselves and from every input.
-  void check_aliasing() const {
-    std::vector<Footprint> prints;
-    prints.reserve(inputs_.size() + outputs_.size());
-    for (const Named& tensor : outputs_) {
-      require_no_self_overlap(op_, tensor.name, tensor.view);
-      prints.push_back(footprint(tensor.view));
-    }
-    for (const Named& tensor : inputs_) prints.push_back(footprint(tensor.view));
-    for (std::size_t i = 0; i < outputs_.size(); ++i) {
-      for (std::size_t j = i + 1; j < prints.size(); ++j) {
-        if (!may_overlap(prints[i], prints[j])) continue;
-        const std::string_view other =
-            j < outputs_.size() ? outputs_[j].name : inputs_[j - outputs_.size()].name;
-        throw_invalid(op_, outputs_[i].name, "memory it shares with " + std::string(other),
-                      "an output apart from every other tensor");
-      }
-    }
-  }
-
-  std::string_view op() const { return op_; }
-
-  Fingerprint fingerprint;
-
- private:
-  std::string_view op_;
-  std::vector<Named> inputs_;
-  std::vector<Named> outputs_;
-};
-
-std::int64_t bytes(const TensorView& tensor, std::size_t axis) {
-  return tensor.strides[axis] * tensor.element_size();
-}
-
-RowsView rows_view(const TensorView& tensor, bool packed) {
-  RowsView view;
-  if (!tensor.present()) return view;
-  const std::size_t first = packed ? 0 : 1;
-  view.data = tensor.data;
-  view.dtype = tensor.dtype;
-  view.batch_stride = packed ? 0 : bytes(tensor, 0);
-  view.row_stride = bytes(tensor, first);
-  view.head_stride = bytes(tensor, first + 1);
-  view.wanted = true;
-  return view;
-}
-
 RowScalarsView row_scalars_view(const TensorView& tensor, bool packed) {
   RowScalarsView view;
   if (!tensor.present()) return view;
@@ -125,11 +29,6 @@ RowScalarsView row_scalars_view(const TensorView& tensor, bool packed) {
   view.row_stride = bytes(tensor, first + 1);
   view.wanted = true;
   return view;
-}
-
-std::int32_t flag(std::string_view op, std::string_view name, std::int32_t value) {
-  if (value != 0 && value != 1) throw_invalid(op, name, std::to_string(value), "0 or 1");
-  return value;
 }
 
 // The axis sizes of q, k, v (and o), and everything that follows from them.
@@ -213,52 +112,6 @@ void require_row_scalars(const Call& call, std::string_view name, const TensorVi
     require_shape(call.op(), name, tensor, {p.num_seqs, p.num_heads_q, p.slot_q},
                   "[batch, num_heads_q, seqlen_q]");
   }
-}
-
-bool on_host(const TensorView& tensor) { return tensor.device == Device{}; }
-
-// Values of host-side cu_seqlens: from >= 0 up to at most `total`, never decreasing.
-void check_cu_seqlens(const Call& call, std::string_view name, const TensorView& tensor,
-                      std::int64_t total) {
-  if (!on_host(tensor)) return;
-  std::int64_t previous = 0;
-  for (std::int64_t n = 0; n < tensor.shape[0]; ++n) {
-    const std::int64_t value = load_integer(tensor.at(n), tensor.dtype);
-    if (value < previous || value > total) {
-      throw_invalid(call.op(), std::string(name) + "[" + std::to_string(n) + "]",
-                    std::to_string(value),
-                    "at least " + std::to_string(previous) + " and at most the " +
-                        std::to_string(total) + " rows there are");
-    }
-    previous = value;
-  }
-}
-
-void check_seqlens(const Call& call, std::string_view name, const TensorView& lengths,
-                   const TensorView& cu_seqlens, std::int64_t slot) {
-  if (!lengths.present() || !on_host(lengths)) return;
-  if (cu_seqlens.present() && !on_host(cu_seqlens)) return;
-  for (std::int64_t n = 0; n < lengths.shape[0]; ++n) {
-    const std::int64_t value = load_integer(lengths.at(n), lengths.dtype);
-    const std::int64_t room = cu_seqlens.present()
-                                  ? load_integer(cu_seqlens.at(n + 1), cu_seqlens.dtype) -
-                                        load_integer(cu_seqlens.at(n), cu_seqlens.dtype)
-                                  : slot;
-    if (value < 0 || value > room) {
-      throw_invalid(call.op(), std::string(name) + "[" + std::to_string(n) + "]",
-                    std::to_string(value), "0 to the slot's " + std::to_string(room) + " rows");
-    }
-  }
-}
-
-TensorView read_lengths(Call& call, std::string_view name, const onchip_tensor* tensor) {
-  TensorView view = call.input(name, tensor);
-  if (!view.present()) return view;
-  require_dtype(call.op(), name, view, {DType::i32, DType::i64});
-  if (view.rank != 1) {
-    throw_invalid(call.op(), name, "shape " + shape_text(view), "rank 1");
-  }
-  return view;
 }
 
 void read_sequences(Call& call, const onchip_attention_options& options, AttentionProblem& p) {
@@ -526,12 +379,6 @@ TensorView read_score_options(Call& call, const onchip_attention_options& given,
         (std::int64_t{o.deterministic} << 2) | (std::int64_t{o.batch_invariant} << 1) |
         std::int64_t{o.check});
   return bias;
-}
-
-std::string backend_name(Call& call, const char* name) {
-  std::string text = name == nullptr ? "" : name;
-  call.fingerprint.add(std::string_view(text));
-  return text;
 }
 
 // What forward and backward share. Returns the bias tensor, whose shape dbias repeats.

@@ -4,17 +4,10 @@
 
 #include <onchip/onchip.h>
 
-#include <string>
-
 #include "core/attention.hpp"
+#include "ops/call.hpp"
 
 namespace onchip::ops {
-
-// What dispatch needs besides the problem.
-struct CallFacts {
-  std::string forced_backend;     // "" = pick
-  std::uint64_t fingerprint = 0;  // of everything a plan may depend on
-};
 
 AttentionForwardProblem normalise(const onchip_attention_forward_args& args, CallFacts& facts);
 AttentionBackwardProblem normalise(const onchip_attention_backward_args& args, CallFacts& facts);

@@ -25,9 +25,10 @@ struct Operator {
 
   void plan(const Args* given, onchip_plan* plan) const {
     check_plan_target(name, plan);
-    const Call call = read(given);
-    const Choice<Problem> choice = choose(name, call.facts.forced_backend, backends, call.problem);
-    write_plan(name,
+    const Read call = read(given);
+    const Choice<Problem> choice =
+        choose(call.facts.op, call.facts.forced_backend, backends, call.problem);
+    write_plan(call.facts.op,
                {.op = id,
                 .backend = static_cast<std::uint32_t>(choice.index),
                 .fingerprint = call.facts.fingerprint,
@@ -36,27 +37,30 @@ struct Operator {
   }
 
   void run(const onchip_plan* plan, const Args* given, void* workspace, void* stream) const {
-    const Call call = read(given);
-    const StoredPlan stored = read_plan(name, id, call.facts.fingerprint, backends.size(), plan);
-    const RunContext context = checked_context(
-        name, stored.plan, call.problem.device.type == ONCHIP_DEVICE_CPU, workspace, stream);
+    const Read call = read(given);
+    const StoredPlan stored =
+        read_plan(call.facts.op, id, call.facts.fingerprint, backends.size(), plan);
+    const RunContext context =
+        checked_context(call.facts.op, stored.plan, call.problem.device.type == ONCHIP_DEVICE_CPU,
+                        workspace, stream);
     backends[stored.backend].run(stored.plan, call.problem, context);
   }
 
   std::string explain(const void* given) const {
-    const Call call = read(static_cast<const Args*>(given));
-    return explain_call(name, call.facts.forced_backend, backends, call.problem);
+    const Read call = read(static_cast<const Args*>(given));
+    return explain_call(call.facts.op, call.facts.forced_backend, backends, call.problem);
   }
 
  private:
-  struct Call {
+  struct Read {
     CallFacts facts;
     Problem problem;
   };
 
-  Call read(const Args* given) const {
+  Read read(const Args* given) const {
     const Args args = read_struct(name, "args", given, defaults, sizeof(Args));
-    Call call;
+    Read call;
+    call.facts.op = name;
     call.problem = normalise(args, call.facts);
     return call;
   }
