@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cases import AttentionCase
-from bench.implementations import chosen
+from onchip.bench.cases import AttentionCase
+from onchip.bench.implementations import chosen
 
 Result = dict[str, Any]
 

@@ -1,13 +1,10 @@
-"""Shared set-up of every Python test: where the oracle lies, how long the run may be."""
+"""Shared set-up of every Python test: how long the run may be, poison in what is allocated."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 _COMMON = dict(
     deadline=None,

@@ -11,8 +11,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from bench.cases import AttentionCase
-from bench.memory import RESOLUTION_BYTES
+from onchip.bench.cases import AttentionCase
+from onchip.bench.memory import RESOLUTION_BYTES
 
 # Told apart by lightness and marker too, not by hue alone.
 STYLES: dict[str, dict[str, Any]] = {

@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 import onchip
-from bench import memory
-from bench.implementations import chosen
 from examples.demo.encoder import (
     Array,
     Attention,
@@ -24,6 +22,8 @@ from examples.demo.encoder import (
     plain_attention,
 )
 from examples.demo.show import CheckFailed, bytes_text, ms_text, progress
+from onchip.bench import memory
+from onchip.bench.implementations import chosen
 
 PAGE = Path(__file__).with_name("page.txt")
 SOURCE = "the end of Darwin, On the Origin of Species, London 1859"

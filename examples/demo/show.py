@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.memory import RESOLUTION_BYTES
+from onchip.bench.memory import RESOLUTION_BYTES
 
 
 class CheckFailed(Exception):

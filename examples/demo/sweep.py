@@ -6,11 +6,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import measure, record
-from bench.cases import AttentionCase
-from bench.implementations import IMPLEMENTATIONS
 from examples.demo import plot
 from examples.demo.show import CheckFailed, bytes_text, ms_text, progress
+from onchip.bench import measure, record
+from onchip.bench.cases import AttentionCase
+from onchip.bench.implementations import IMPLEMENTATIONS
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (512, 1024)
@@ -20,6 +20,7 @@ HEAD_DIM = 64
 TIMES_PLAIN_ERROR = 2
 FP32_BOUND = 1e-5
 
+ROOT = Path(__file__).resolve().parents[2]
 PLAIN, ONCHIP = "numpy:plain", "onchip:cpu"
 TITLES = {PLAIN: "plain formula", ONCHIP: "onchip", "torch:sdpa": "torch sdpa"}
 
@@ -50,7 +51,7 @@ def run(console: Console, folder: Path, quick: bool) -> None:
     if "torch:sdpa" not in names:
         console.print("torch is not installed: not measured (tools/setup --with-torch adds it).")
 
-    made = record.build(results, skipped)
+    made = record.build(results, skipped, **record.checkout(ROOT))
     record_path, plot_path = folder / "attention_cpu.json", folder / "attention_cpu.png"
     record.write(made, record_path)
     plot.draw(made, TITLES, plot_path)

@@ -2,11 +2,11 @@
 
 import ml_dtypes
 import numpy as np
-from oracle import compare
-from oracle.attention import Gradients
 
 import gpu
 import onchip
+from onchip.oracle import compare
+from onchip.oracle.attention import Gradients
 
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]

@@ -19,9 +19,9 @@ from harness import (
     dtype_name,
     forward,
 )
-from oracle import compare
 
 import onchip
+from onchip.oracle import compare
 
 LOWEST = np.finfo(np.float32).min
 

@@ -6,7 +6,8 @@ Public reports: flash-attention #282, #436, #517, pytorch #110144, cutlass #2336
 import numpy as np
 import pytest
 from harness import BFLOAT16, check, check_forward, draw_qkv, dtype_name, forward
-from oracle import compare
+
+from onchip.oracle import compare
 
 LENGTHS = [(1, 128), (3, 128), (2, 5), (100, 229), (16, 16), (5, 2)]
 

@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench import measure, memory, record
-from bench.cases import AttentionCase
-from bench.implementations import IMPLEMENTATIONS, Implementation, chosen, plain_attention
+from onchip.bench import measure, memory, record
+from onchip.bench.cases import AttentionCase
+from onchip.bench.implementations import IMPLEMENTATIONS, Implementation, chosen, plain_attention
 
 CASE = AttentionCase.parse("attention/fwd/fp32/h2d16/causal/b2s96")
 
@@ -92,13 +91,12 @@ def test_running_out_of_memory_is_skipped_with_the_reason():
     limit = 1 << 30
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({limit}, {limit}))\n"
-        "from bench import measure; measure.main()"
+        "from onchip.bench import measure; measure.main()"
     )
     # 1.6 GiB of scores: less than is free, more than the limit.
     case = "attention/fwd/fp32/h1d16/causal/b1s20000"
     child = subprocess.run(
         [sys.executable, "-c", code, case, "numpy:plain"],
-        cwd=Path(measure.__file__).parents[1],
         capture_output=True,
         text=True,
         check=True,

@@ -3,9 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from oracle import attention, compare
-from oracle.attention import Gradients
-from oracle.compare import Disagreement, plain_arithmetic
+
+from onchip.oracle import attention, compare
+from onchip.oracle.attention import Gradients
+from onchip.oracle.compare import Disagreement, plain_arithmetic
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 

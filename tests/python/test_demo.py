@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import record
 from examples.demo import reading, sweep
 from examples.demo.encoder import Encoder, gelu, model_folder, plain_attention
 from examples.demo.show import CheckFailed
+from onchip.bench import record
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,10 +6,10 @@ Public reports: flash-attention #612, #1251, #314, aws-neuron nki-samples #81.
 import numpy as np
 import pytest
 from harness import DTYPES, assert_same_bits, check, draw, draw_qkv, dtype_name, forward
-from oracle import compare
-from oracle.philox import dropout_keep, dropout_threshold
 
 import onchip
+from onchip.oracle import compare
+from onchip.oracle.philox import dropout_keep, dropout_threshold
 
 
 def rng_state(seed, offset):

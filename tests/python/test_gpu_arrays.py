@@ -5,11 +5,11 @@ import threading
 import numpy as np
 import pytest
 from harness import BFLOAT16, assert_same_bits, check_forward, draw, dtype_name
-from oracle import compare
 
 import gpu
 import onchip
 from gpu import to_numpy, to_torch
+from onchip.oracle import compare
 
 pytestmark = [pytest.mark.gpu, gpu.needed]
 

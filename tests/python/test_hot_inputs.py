@@ -16,7 +16,8 @@ from harness import (
     dtype_name,
     on_gpu,
 )
-from oracle import compare
+
+from onchip.oracle import compare
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

@@ -13,7 +13,8 @@ from harness import (
     dtype_name,
     forward,
 )
-from oracle import compare
+
+from onchip.oracle import compare
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

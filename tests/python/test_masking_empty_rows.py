@@ -18,7 +18,8 @@ from harness import (
     dtype_name,
     forward,
 )
-from oracle import compare
+
+from onchip.oracle import compare
 
 
 def assert_empty(rows, o, lse, sink=None):

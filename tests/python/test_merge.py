@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from harness import DTYPES, draw, draw_qkv, dtype_name, forward
-from oracle import compare
 
 import onchip
+from onchip.oracle import compare
 
 
 def check_merge(merge_backend, o1, lse1, o2, lse2):

@@ -19,7 +19,8 @@ from harness import (
     dtype_name,
     forward,
 )
-from oracle import attention, compare
+
+from onchip.oracle import attention, compare
 
 EXACT_BACKENDS = ("reference",)
 SPREAD_ROWS = 256

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from oracle import attention
-from oracle.attention import EXTENDED
-from oracle.philox import dropout_keep, dropout_threshold, philox4x32_10
+
+from onchip.oracle import attention
+from onchip.oracle.attention import EXTENDED
+from onchip.oracle.philox import dropout_keep, dropout_threshold, philox4x32_10
 
 
 @pytest.mark.parametrize(

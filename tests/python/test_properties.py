@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from cases import LENGTHS, PER_PAIR, SEGMENTS, cases
+from cases import LENGTHS, SEGMENTS, cases
 from harness import (
     BACKWARD_BACKENDS,
     assert_same_bits,
@@ -15,9 +15,10 @@ from harness import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import compare
 
 import onchip
+from onchip.oracle import compare
+from onchip.oracle.cases import PER_PAIR
 
 
 def test_outputs_and_workspace_start_poisoned(monkeypatch):

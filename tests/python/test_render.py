@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import record, render
+from bench import render
+from onchip.bench import record
 
 ROOT = Path(__file__).resolve().parents[2]
 SHA = "0123456789abcdef0123456789abcdef01234567"

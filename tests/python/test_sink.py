@@ -6,7 +6,8 @@ Public reports: flash-attention #1973, #2102, torchtitan #2211.
 import numpy as np
 import pytest
 from harness import DTYPES, check, draw, draw_qkv, dtype_name, forward
-from oracle import compare
+
+from onchip.oracle import compare
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

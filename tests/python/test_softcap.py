@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from harness import DTYPES, check, draw, draw_qkv, dtype_name, forward
-from oracle import compare
+
+from onchip.oracle import compare
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

@@ -16,9 +16,9 @@ from harness import (
     dtype_name,
     forward,
 )
-from oracle import compare
 
 import onchip
+from onchip.oracle import compare
 
 
 def test_grouped_heads_with_one_query_a_sequence(backend):

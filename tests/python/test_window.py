@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 from harness import check, check_forward, draw_qkv, forward
-from oracle import compare
+
+from onchip.oracle import compare
 
 
 @pytest.mark.parametrize("seqlen", [130, 1024])

@@ -1,8 +1,8 @@
 """One case on one implementation, in a process of its own: time, peak extra memory, error.
 
-`python -m bench.measure <case> <implementation>` prints the result as one line of JSON. A process
-of its own, so that memory kept from another measurement is not used unseen, and one that runs out
-of memory takes nothing else with it.
+`python -m onchip.bench.measure <case> <implementation>` prints the result as one line of JSON. A
+process of its own, so that memory kept from another measurement is not used unseen, and one that
+runs out of memory takes nothing else with it.
 """
 
 import json
@@ -12,19 +12,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench import memory
-from bench.cases import AttentionCase
-from bench.implementations import IMPLEMENTATIONS, Array
+from onchip.bench import memory
+from onchip.bench.cases import AttentionCase
+from onchip.bench.implementations import IMPLEMENTATIONS, Array
 
 Result = dict[str, Any]
 
-_ROOT = Path(__file__).resolve().parents[1]
 _SAMPLED_ROWS = 64
 _MAX_SAMPLES = 15
 _WARM_UP_SEQLEN = 128
@@ -116,10 +114,9 @@ def measure_in_own_process(
     case: AttentionCase, implementation_name: str, budget_s: float
 ) -> Result:
     """Raises Skipped where there is no result, with the reason; RuntimeError if the child fails."""
-    command = [sys.executable, "-m", "bench.measure", case.name, implementation_name]
+    command = [sys.executable, "-m", "onchip.bench.measure", case.name, implementation_name]
     child = subprocess.run(
         [*command, "--budget", str(budget_s)],
-        cwd=_ROOT,  # where `bench` is found
         capture_output=True,
         text=True,
         check=False,

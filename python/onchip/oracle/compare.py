@@ -3,7 +3,10 @@
 `judge_*` take the inputs (already rounded to the dtype under test), the options and the library's
 result. They compute the fp64 reference and y, the plain formula with every intermediate rounded to
 the dtype, and raise `Disagreement` unless the result is as close to the reference as the page asks.
+They return where each tensor came closest to its bound.
 """
+
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +22,24 @@ FLOAT64 = np.dtype(np.float64)
 
 class Disagreement(AssertionError):
     pass
+
+
+class Deviation(NamedTuple):
+    """The element of a tensor whose error is the largest share of its bound."""
+
+    tensor: str
+    index: tuple
+    got: float
+    wanted: float
+    error: float
+    bound: float
+    share: float
+
+    def __str__(self):
+        return (
+            f"{self.tensor}: worst at {self.index}: got {self.got:.9g}, wanted {self.wanted:.9g},"
+            f" error {self.error:.3e}, bound {self.bound:.3e}: {self.share:.3g} x"
+        )
 
 
 def plain_arithmetic(dtype):
@@ -58,7 +79,9 @@ def _rounding_bound(ref, y, dtype, factor):
 
 
 def assert_close(name, result, ref, bound):
-    """|result - ref| <= bound (an array or a number); NaN, +inf and -inf at the same positions."""
+    """|result - ref| <= bound (an array or a number); NaN, +inf and -inf at the same positions.
+
+    Returns the worst element; None of an empty array."""
     result64, ref64 = np.asarray(result).astype(np.float64), np.asarray(ref).astype(np.float64)
     if result64.shape != ref64.shape:
         raise Disagreement(f"{name}: shape {result64.shape}, wanted {ref64.shape}")
@@ -72,15 +95,20 @@ def assert_close(name, result, ref, bound):
             )
     finite = np.isfinite(ref64)
     error = np.abs(np.where(finite, result64, 0) - np.where(finite, ref64, 0))
-    excess = error - bound
-    if error.size and excess.max() > 0:
-        at = tuple(int(x) for x in np.unravel_index(np.argmax(excess), error.shape))
-        at_bound = float(np.broadcast_to(bound, error.shape)[at])
-        raise Disagreement(
-            f"{name}: worst at {at}: got {result64[at]:.9g}, wanted {ref64[at]:.9g},"
-            f" error {error[at]:.3e}, bound {at_bound:.3e}"
-            f" ({int((excess > 0).sum())} of {error.size} elements beyond it)"
-        )
+    if not error.size:
+        return None
+    bound = np.broadcast_to(bound, error.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(error == 0, 0.0, error / bound)
+    at = tuple(int(x) for x in np.unravel_index(np.argmax(share), share.shape))
+    worst = Deviation(
+        *(name, at, float(result64[at]), float(ref64[at])),
+        *(float(error[at]), float(bound[at]), float(share[at])),
+    )
+    beyond = int((error > bound).sum())
+    if beyond:
+        raise Disagreement(f"{worst} ({beyond} of {error.size} elements beyond it)")
+    return worst
 
 
 def _overflowed(ref, dtype):
@@ -101,7 +129,11 @@ def _assert_array(name, result, shape, dtype):
 def _assert_lse(name, result, ref, dtype):
     relative = 1e-12 if dtype == FLOAT64 else 1e-5
     finite_ref = np.where(np.isfinite(ref), ref, 0)
-    assert_close(name, result, ref, relative * np.maximum(1, np.abs(finite_ref)))
+    return assert_close(name, result, ref, relative * np.maximum(1, np.abs(finite_ref)))
+
+
+def _found(*deviations):
+    return [deviation for deviation in deviations if deviation is not None]
 
 
 def _factor(options):
@@ -117,11 +149,11 @@ def judge_forward(result, q, k, v, **options):
     )
     _assert_array("o", o, ref_o.shape, q.dtype)
     _assert_array("lse", lse, ref_lse.shape, lse_dtype(q.dtype))
-    _assert_lse("lse", lse, ref_lse, q.dtype)
+    worst_lse = _assert_lse("lse", lse, ref_lse, q.dtype)
     bound = _rounding_bound(ref_o, plain_o, q.dtype, _factor(options))
     # Probabilities below the smallest normal number of the arithmetic may be flushed to 0.
     bound += float(ml_dtypes.finfo(lse_dtype(q.dtype)).tiny) * k.shape[-3] * _largest(v)
-    assert_close("o", o, _overflowed(ref_o, q.dtype), bound)
+    return _found(assert_close("o", o, _overflowed(ref_o, q.dtype), bound), worst_lse)
 
 
 def judge_backward(result, d_o, q, k, v, *, d_lse=None, **options):
@@ -133,6 +165,7 @@ def judge_backward(result, d_o, q, k, v, *, d_lse=None, **options):
     inputs = {"dq": q, "dk": k, "dv": v, "dbias": options.get("bias"), "dsink": options.get("sink")}
     forward = attention.attention_forward(q, k, v, arithmetic=EXACT, **options)
     cancellation = _cancellation_terms(d_o, q, k, v, ref, forward, options)
+    worst = []
     for name, like in inputs.items():
         got, wanted = getattr(result, name), getattr(ref, name)
         if like is None:
@@ -146,7 +179,8 @@ def judge_backward(result, d_o, q, k, v, *, d_lse=None, **options):
         coarsest = max((q.dtype, like.dtype), key=lambda dtype: float(ml_dtypes.finfo(dtype).eps))
         bound = _rounding_bound(wanted, getattr(plain, name), coarsest, _factor(options))
         bound += cancellation.get(name, 0.0)
-        assert_close(name, got, _overflowed(wanted, like.dtype), bound)
+        worst.append(assert_close(name, got, _overflowed(wanted, like.dtype), bound))
+    return _found(*worst)
 
 
 def _cancellation_terms(d_o, q, k, v, ref, ref_forward, options):
@@ -208,8 +242,9 @@ def judge_merge(result, o1, lse1, o2, lse2):
     plain_o, _ = attention.merge(o1, lse1, o2, lse2, arithmetic=plain_arithmetic(o1.dtype))
     _assert_array("o", o, ref_o.shape, o1.dtype)
     _assert_array("lse", lse, ref_lse.shape, lse_dtype(o1.dtype))
-    _assert_lse("lse", lse, ref_lse, o1.dtype)
-    assert_close("o", o, ref_o, _rounding_bound(ref_o, plain_o, o1.dtype, 2))
+    worst_lse = _assert_lse("lse", lse, ref_lse, o1.dtype)
+    bound = _rounding_bound(ref_o, plain_o, o1.dtype, 2)
+    return _found(assert_close("o", o, ref_o, bound), worst_lse)
 
 
 def assert_bitwise(name, result, wanted):

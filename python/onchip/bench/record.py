@@ -22,19 +22,16 @@ SCHEMA = 1
 _PACKAGES = ("onchip", "numpy", "torch")
 _COPY_BYTES = 256 << 20
 _MATMUL_SIZE = 2048
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(results: list[Record], skipped: list[Record], **known: Any) -> Record:
     """`skipped` has case, impl and reason of what was asked for and could not be measured. `known`
-    are fields that are not to be found out here: the commit of a copy without its history, the
-    ceilings of a GPU."""
-    commit = known.get("commit") or _git("rev-parse", "HEAD")
+    are fields that are not to be found out here: the commit, the ceilings of a GPU."""
     record = {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "dirty": None if commit is None else bool(_git("status", "--porcelain")),
+        "commit": None,
+        "dirty": None,
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "machine": machine(),
         "versions": versions(),
@@ -46,6 +43,15 @@ def build(results: list[Record], skipped: list[Record], **known: Any) -> Record:
         record["ceilings"] = ceilings()
     check(record)
     return record
+
+
+def checkout(folder: Path) -> Record:
+    """`commit` and `dirty` of what is measured, where that was built from this folder's sources."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    return {
+        "commit": commit,
+        "dirty": None if commit is None else bool(_git(folder, "status", "--porcelain")),
+    }
 
 
 def write(record: Record, path: Path) -> None:
@@ -163,11 +169,11 @@ def _best_time(call: Callable[[], object], repeats: int = 5) -> float:
     return min(times)
 
 
-def _git(*arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     """None outside a checkout, or where git is not installed."""
     try:
         answer = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.cases import AttentionCase
+from onchip.bench.cases import AttentionCase
 
 Array = npt.NDArray[np.float32]
 

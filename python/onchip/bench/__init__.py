@@ -1,0 +1,1 @@
+"""Benchmarks: cases, implementations of them, timers, memory, records. Needs numpy."""

@@ -1,1 +1,0 @@
-"""Formulas written from the papers, and the judge that compares the library with them."""
