@@ -18,7 +18,7 @@ SequenceRange AttentionProblem::sequence(std::int64_t n) const {
     s.kv_begin = integer_at(cu_seqlens_kv, n);
     s.kv_len = integer_at(cu_seqlens_kv, n + 1) - s.kv_begin;
   } else {
-    s.batch = n;
+    s.batch = s.kv_batch = n;
     s.q_len = slot_q;
     s.kv_len = slot_kv;
   }

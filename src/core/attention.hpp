@@ -67,6 +67,8 @@ struct SegmentIdsView {
   std::byte* data = nullptr;
   std::int64_t batch_stride = 0;
   std::int64_t row_stride = 0;
+  // Rows at or past this belong to no segment; only device-side lengths can reach them.
+  std::int64_t rows = std::numeric_limits<std::int64_t>::max();
   bool wanted = false;
 
   std::int32_t at(std::int64_t batch, std::int64_t row) const {
@@ -81,6 +83,7 @@ struct SequenceRange {
   std::int64_t batch = 0;  // index on the batch axis; 0 for packed tensors
   std::int64_t q_begin = 0;
   std::int64_t q_len = 0;
+  std::int64_t kv_batch = 0;  // index on the batch axis of what belongs to its keys
   std::int64_t kv_begin = 0;
   std::int64_t kv_len = 0;
 };

@@ -20,8 +20,15 @@ TensorView Call::output(std::string_view name, const onchip_tensor* tensor) {
   return view;
 }
 
+TensorView Call::covered(std::string_view name, const onchip_tensor* tensor) {
+  TensorView view = checked_view(op_, name, tensor);
+  fingerprint.add(tensor);
+  if (view.present()) covered_.push_back({name, view});
+  return view;
+}
+
 void Call::check_devices(Device device, std::string_view owner) const {
-  for (const auto* list : {&inputs_, &outputs_}) {
+  for (const auto* list : {&inputs_, &outputs_, &covered_}) {
     for (const Named& tensor : *list) {
       const bool host_allowed = tensor.name.starts_with("cu_seqlens") ||
                                 tensor.name.starts_with("seqlens") || tensor.name == "dropout_rng";

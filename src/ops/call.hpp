@@ -29,6 +29,8 @@ class Call {
 
   TensorView input(std::string_view name, const onchip_tensor* tensor);
   TensorView output(std::string_view name, const onchip_tensor* tensor);
+  // A view of memory that another argument's view covers: it takes no part in check_aliasing.
+  TensorView covered(std::string_view name, const onchip_tensor* tensor);
 
   // All on `device`; lengths and the random state may be in host memory.
   void check_devices(Device device, std::string_view owner) const;
@@ -49,6 +51,7 @@ class Call {
   std::string_view op_;
   std::vector<Named> inputs_;
   std::vector<Named> outputs_;
+  std::vector<Named> covered_;
 };
 
 std::string number_text(double value);

@@ -2,258 +2,25 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <span>
-#include <string>
 
-#include "core/settings.hpp"
 #include "core/thread_pool.hpp"
+#include "reference/attention_rows.hpp"
 
 namespace onchip::reference {
 
 namespace {
 
-constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
-constexpr std::size_t kAlignment = 64;
-
-// Workspace in doubles. Its size follows from shapes alone: a plan outlives the lengths it saw.
-class Layout {
- public:
-  void add(std::int64_t count, std::int64_t width = 1) { doubles_ += Wide{count} * width; }
-
-  // Rounded up so that what follows starts on its own cache line.
-  void finish_line() {
-    constexpr Wide kLine = kAlignment / sizeof(double);
-    doubles_ = (doubles_ + kLine - 1) / kLine * kLine;
-  }
-  void repeat(std::int64_t times) { doubles_ *= times; }
-
-  bool fits() const { return doubles_ <= kLimit; }
-  std::int64_t doubles() const { return static_cast<std::int64_t>(doubles_); }
-
- private:
-  __extension__ using Wide = __int128;
-  static constexpr Wide kLimit = Wide{1} << 56;  // more than any address space holds
-  Wide doubles_ = 0;
-};
-
-// Hands out consecutive pieces of a worker's workspace.
-class Scratch {
- public:
-  explicit Scratch(double* next) : next_(next) {}
-
-  double* take(std::int64_t count, std::int64_t width = 1) {
-    double* piece = next_;
-    next_ += count * width;
-    return piece;
-  }
-
- private:
-  double* next_;
-};
-
-double* as_doubles(std::byte* workspace) { return reinterpret_cast<double*>(workspace); }
-
-void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-              std::int64_t dim, double* to) {
-  const std::byte* from = rows.at(batch, row, head);
-  for (std::int64_t d = 0; d < dim; ++d) {
-    to[d] = load_as_double(from + d * dtype_size(rows.dtype), rows.dtype);
-  }
-}
-
-void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-               std::int64_t dim, const double* from) {
-  std::byte* to = rows.at(batch, row, head);
-  for (std::int64_t d = 0; d < dim; ++d) {
-    store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, from[d]);
-  }
-}
-
-void store_zeros(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-                 std::int64_t dim) {
-  std::byte* to = rows.at(batch, row, head);
-  for (std::int64_t d = 0; d < dim; ++d) {
-    store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, 0.0);
-  }
-}
-
-double load(const HeadScalarsView& scalars, std::int64_t sequence, std::int64_t head) {
-  return load_as_double(scalars.at(sequence, head), scalars.dtype);
-}
-
-// Four running sums, because a single one would wait for every addition before it.
-double dot(const double* a, const double* b, std::int64_t dim) {
-  double sums[4] = {0.0, 0.0, 0.0, 0.0};
-  std::int64_t d = 0;
-  for (; d + 4 <= dim; d += 4) {
-    for (int lane = 0; lane < 4; ++lane) sums[lane] += a[d + lane] * b[d + lane];
-  }
-  for (; d < dim; ++d) sums[0] += a[d] * b[d];
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
-void add_scaled(double factor, const double* x, std::int64_t dim, double* to) {
-  for (std::int64_t d = 0; d < dim; ++d) to[d] += factor * x[d];
-}
-
-// A key that one query row sees.
-struct Pair {
-  std::int64_t j;
-  double logit;          // scale q.k, capped, + bias - alibi
-  double softcap_slope;  // d capped / d (scale q.k)
-};
-static_assert(sizeof(Pair) == 3 * sizeof(double) && alignof(Pair) == alignof(double));
-constexpr std::int64_t kPairDoubles = 3;
-
-// The keys and values of one (sequence, kv head) in double, and the logits over them.
-class Keys {
- public:
-  static void reserve(const AttentionProblem& problem, Layout& layout) {
-    layout.add(problem.slot_kv, problem.head_dim_qk);
-    layout.add(problem.slot_kv, problem.head_dim_v);
-    layout.add(problem.slot_kv, kPairDoubles);
-  }
-
-  Keys(const AttentionProblem& problem, Scratch& scratch)
-      : problem_(problem),
-        k_(scratch.take(problem.slot_kv, problem.head_dim_qk)),
-        v_(scratch.take(problem.slot_kv, problem.head_dim_v)),
-        pairs_(reinterpret_cast<Pair*>(scratch.take(problem.slot_kv, kPairDoubles))) {}
-
-  void load(const SequenceRange& s, std::int64_t kv_head) {
-    for (std::int64_t j = 0; j < s.kv_len; ++j) {
-      load_row(problem_.k, s.batch, s.kv_begin + j, kv_head, problem_.head_dim_qk,
-               k_ + j * problem_.head_dim_qk);
-      load_row(problem_.v, s.batch, s.kv_begin + j, kv_head, problem_.head_dim_v,
-               v_ + j * problem_.head_dim_v);
-    }
-  }
-
-  const double* k(std::int64_t j) const { return k_ + j * problem_.head_dim_qk; }
-  const double* v(std::int64_t j) const { return v_ + j * problem_.head_dim_v; }
-
-  // The pairs of query row i, whose values are q_row. A pair that any rule excludes is not among
-  // them: nothing that its key holds is ever computed with.
-  std::span<const Pair> visible_pairs(std::int64_t n, const SequenceRange& s, std::int64_t head,
-                                      std::int64_t i, const double* q_row) const {
-    const AttentionOptions& options = problem_.options;
-    const std::int64_t diagonal = i + problem_.diagonal_offset(s);
-    const double slope =
-        options.alibi_slopes.wanted ? reference::load(options.alibi_slopes, n, head) : 0.0;
-    std::int32_t q_segment = 0;
-    if (options.q_segment_ids.wanted) {
-      q_segment = options.q_segment_ids.at(s.batch, s.q_begin + i);
-    }
-
-    const KeyRange range = problem_.visible_keys(s, i);
-    std::size_t count = 0;
-    for (std::int64_t j = range.begin; j < range.end; ++j) {
-      if (options.mask.wanted &&
-          load_as_double(options.mask.at(n, head, i, j), options.mask.dtype) == 0.0) {
-        continue;
-      }
-      if (options.q_segment_ids.wanted &&
-          options.kv_segment_ids.at(s.batch, s.kv_begin + j) != q_segment) {
-        continue;
-      }
-      double bias = 0.0;
-      if (options.bias.wanted) {
-        bias = load_as_double(options.bias.at(n, head, i, j), options.bias.dtype);
-        if (bias == kMinusInfinity) continue;
-      }
-
-      double logit = options.scale * dot(q_row, k(j), problem_.head_dim_qk);
-      double softcap_slope = 1.0;
-      if (options.softcap > 0.0) {
-        const double t = std::tanh(logit / options.softcap);
-        logit = options.softcap * t;
-        softcap_slope = (1.0 - t) * (1.0 + t);
-      }
-      if (options.bias.wanted) logit += bias;
-      if (options.alibi_slopes.wanted) {
-        const std::int64_t distance = diagonal < j ? j - diagonal : diagonal - j;
-        logit -= slope * static_cast<double>(distance);
-      }
-      pairs_[count++] = {j, logit, softcap_slope};
-    }
-    return {pairs_, count};
-  }
-
- private:
-  const AttentionProblem& problem_;
-  double* k_;
-  double* v_;
-  Pair* pairs_;
-};
-
-double kept_scale(const AttentionProblem& problem, std::int64_t n, std::int64_t head,
-                  std::int64_t i, std::int64_t j) {
-  const Dropout& dropout = problem.options.dropout;
-  if (!dropout.active) return 1.0;
-  return dropout.keeps(problem.dropout_stream(n, head), i, j) ? dropout.kept_scale() : 0.0;
-}
-
-// A sink of -inf is no sink.
-double sink_logit(const AttentionProblem& problem, std::int64_t n, std::int64_t head) {
-  return problem.options.sink.wanted ? load(problem.options.sink, n, head) : kMinusInfinity;
-}
-
-// One query row: fills o_row, returns lse.
-double forward_row(const AttentionProblem& problem, const Keys& keys, std::span<const Pair> pairs,
-                   std::int64_t n, std::int64_t head, std::int64_t i, double* o_row) {
-  std::fill_n(o_row, problem.head_dim_v, 0.0);
-  const double sink = sink_logit(problem, n, head);
-  if (pairs.empty()) return sink;
-
-  double largest = sink;
-  for (const Pair& pair : pairs) {
-    // A NaN stays: no comparison with it is true.
-    if (pair.logit > largest || std::isnan(pair.logit)) largest = pair.logit;
-  }
-  // Every visible key's own score is -inf: none has a weight.
-  if (largest == kMinusInfinity) return kMinusInfinity;
-
-  double denominator = std::exp(sink - largest);
-  for (const Pair& pair : pairs) denominator += std::exp(pair.logit - largest);
-  for (const Pair& pair : pairs) {
-    const double p = std::exp(pair.logit - largest) / denominator;
-    add_scaled(p * kept_scale(problem, n, head, i, pair.j), keys.v(pair.j), problem.head_dim_v,
-               o_row);
-  }
-  return largest + std::log(denominator);
-}
-
-void store_scalar(const RowScalarsView& scalars, std::int64_t batch, std::int64_t row,
-                  std::int64_t head, double value) {
-  if (scalars.wanted) store_from_double(scalars.at(batch, row, head), scalars.dtype, value);
-}
-
-void clear_slack_rows(const AttentionProblem& problem, RowAxis axis, const RowsView& rows,
-                      std::int64_t heads, std::int64_t dim) {
-  if (!rows.wanted) return;
-  for_each_slack(problem, axis, [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      for (std::int64_t head = 0; head < heads; ++head) store_zeros(rows, batch, row, head, dim);
-    }
-  });
-}
-
-void clear_slack_lse(const AttentionProblem& problem) {
-  if (!problem.lse.wanted) return;
-  for_each_slack(problem, RowAxis::q,
-                 [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
-                   for (std::int64_t row = begin; row < end; ++row) {
-                     for (std::int64_t head = 0; head < problem.num_heads_q; ++head) {
-                       store_scalar(problem.lse, batch, row, head, kMinusInfinity);
-                     }
-                   }
-                 });
+void load_keys(const AttentionProblem& problem, const SequenceRange& s, std::int64_t kv_head,
+               Keys& keys) {
+  keys.load(
+      s.kv_len, [&](std::int64_t j) { return problem.k.at(s.batch, s.kv_begin + j, kv_head); },
+      [&](std::int64_t j) { return problem.v.at(s.batch, s.kv_begin + j, kv_head); });
 }
 
 Layout forward_layout(const AttentionProblem& problem) {
   Layout layout;
-  Keys::reserve(problem, layout);
+  Keys::reserve(problem, problem.slot_kv, layout);
   layout.add(problem.head_dim_qk);
   layout.add(problem.head_dim_v);
   layout.finish_line();
@@ -306,7 +73,7 @@ std::int64_t dbias_index(const AttentionBackwardProblem& problem, std::int64_t n
 
 Layout backward_worker_layout(const AttentionBackwardProblem& problem) {
   Layout layout;
-  Keys::reserve(problem, layout);
+  Keys::reserve(problem, problem.slot_kv, layout);
   layout.add(problem.slot_kv, problem.head_dim_qk);  // dk
   layout.add(problem.slot_kv, problem.head_dim_v);   // dv
   layout.add(2, problem.head_dim_qk);                // q and dq rows
@@ -332,7 +99,7 @@ class BackwardWorker {
 
   void run(std::int64_t n, std::int64_t kv_head) {
     const SequenceRange s = problem_.sequence(n);
-    keys_.load(s, kv_head);
+    load_keys(problem_, s, kv_head, keys_);
     std::fill_n(dk_, s.kv_len * problem_.head_dim_qk, 0.0);
     std::fill_n(dv_, s.kv_len * problem_.head_dim_v, 0.0);
     const std::int64_t group = problem_.num_heads_q / problem_.num_heads_kv;
@@ -356,7 +123,7 @@ class BackwardWorker {
   BackwardWorker(const AttentionBackwardProblem& problem, Scratch scratch, double* dbias,
                  double* dsink)
       : problem_(problem),
-        keys_(problem, scratch),
+        keys_(problem, problem.slot_kv, scratch),
         dk_(scratch.take(problem.slot_kv, problem.head_dim_qk)),
         dv_(scratch.take(problem.slot_kv, problem.head_dim_v)),
         q_row_(scratch.take(problem.head_dim_qk)),
@@ -446,50 +213,6 @@ void store_dsink(const AttentionBackwardProblem& problem, const double* sums) {
   }
 }
 
-// Which of the plan's words says what.
-enum Word : std::size_t { kWorkers, kWorkerDoubles, kSharedDoubles };
-
-std::int32_t workers_for(std::int64_t tasks) {
-  return static_cast<std::int32_t>(std::clamp<std::int64_t>(tasks, 1, std::max(num_threads(), 1)));
-}
-
-PlanResult plan_with(std::int64_t tasks, Layout worker, Layout shared) {
-  BackendPlan plan;
-  plan.kernel = "fp64 loops";
-  const std::int32_t workers = workers_for(tasks);
-  Layout all = worker;
-  all.repeat(workers);
-  if (!worker.fits() || !shared.fits() || !all.fits()) {
-    return Reject{"the workspace would not fit in any address space"};
-  }
-  plan.words[kWorkers] = static_cast<std::uint64_t>(workers);
-  plan.words[kWorkerDoubles] = static_cast<std::uint64_t>(worker.doubles());
-  plan.words[kSharedDoubles] = static_cast<std::uint64_t>(shared.doubles());
-  plan.workspace_bytes =
-      static_cast<std::size_t>(all.doubles() + shared.doubles()) * sizeof(double);
-  plan.workspace_alignment = kAlignment;
-  return plan;
-}
-
-template <typename Problem>
-const char* unsupported(const Problem& problem) {
-  if (problem.device.type != ONCHIP_DEVICE_CPU) return "works on CPU tensors only";
-  if (!is_float(problem.dtype)) return "takes float64, float32, float16 and bfloat16 only";
-  if (const std::string& reason = settings().num_threads_problem; !reason.empty()) {
-    return reason.c_str();
-  }
-  return nullptr;
-}
-
-const char* unsupported_options(const AttentionProblem& problem) {
-  if (problem.options.tf32) return "precision tf32: all arithmetic is float64 here";
-  return unsupported(problem);
-}
-
-std::int32_t planned_workers(const BackendPlan& plan) {
-  return static_cast<std::int32_t>(plan.words[kWorkers]);
-}
-
 }  // namespace
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem) {
@@ -506,12 +229,12 @@ void run_attention_forward(const BackendPlan& plan, const AttentionForwardProble
                  const std::int64_t n = task / problem.num_heads_q;
                  const std::int64_t head = task % problem.num_heads_q;
                  Scratch scratch(workspace + worker * worker_doubles);
-                 Keys keys(problem, scratch);
+                 Keys keys(problem, problem.slot_kv, scratch);
                  double* q_row = scratch.take(problem.head_dim_qk);
                  double* o_row = scratch.take(problem.head_dim_v);
 
                  const SequenceRange s = problem.sequence(n);
-                 keys.load(s, problem.kv_head(head));
+                 load_keys(problem, s, problem.kv_head(head), keys);
                  for (std::int64_t i = 0; i < s.q_len; ++i) {
                    const std::int64_t at = s.q_begin + i;
                    load_row(problem.q, s.batch, at, head, problem.head_dim_qk, q_row);
