@@ -1,5 +1,6 @@
 """The command line, as argparse and as typer read it."""
 
+import importlib.util
 import inspect
 import json
 import os
@@ -7,10 +8,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import onchip
-from onchip import ArraySpec, _native
+from onchip import ArraySpec, _kinds, _native
 from onchip.cli import commands, main
 from onchip.cli.signature import parameters
 
@@ -209,6 +211,12 @@ def test_explain(run, words, wanted):
             ["kernels", "list", "--path", "x"],
             "kernels: path: got 'x', wanted nothing: list does not take it",
         ),
+        (["verify", "attention"], "verify: operator: got 'attention', wanted all, attention_f"),
+        (["verify", "--dtype", "fp8"], "verify: dtype: got 'fp8', wanted fp64, fp32, fp16, bf16"),
+        (["verify", "--backend", "gpu"], "verify: backend: got 'gpu', wanted one of "),
+        (["verify", "--seed", "-1"], "verify: seed: got -1, wanted 0 to 4294967295"),
+        (["verify", "--count", "0"], "verify: count: got 0, wanted more than 0"),
+        (["verify", "--seconds", "nan"], "verify: seconds: got nan, wanted more than 0"),
         (["kernels", "clean"], "kernels: action: got 'clean', wanted list, warm,"),
         (["kernels", "build"], "kernels: path: got nothing, wanted a file"),
     ],
@@ -257,6 +265,134 @@ def test_explain_reaches_every_option():
         "dropout_rng": "dropout_p",
     }
     assert {otherwise.get(name, name) for name in options} <= spelled
+
+
+def test_version(run):
+    assert run("--version") == (0, f"onchip {onchip.__version__}\n", "")
+
+
+# ---- verify
+
+
+def rows_of(out):
+    """(operator, backend): the other cells of verify's table."""
+    lines = [re.split(r"  +", line) for line in out.splitlines()]
+    return {tuple(cells[:2]): cells[2:] for cells in lines if len(cells) > 4}
+
+
+def test_verify(run):
+    status, out, err = run("verify", "--count", "6", "--seed", "3")
+    assert (status, err) == (0, "")
+    rows = rows_of(out)
+    here = [row["name"] for row in onchip.describe()["backends"] if row["available"]]
+    for operator in ("attention_forward", "attention_backward", "merge"):
+        compared, refused, failed, worst = rows[operator, "reference"]
+        assert (compared, refused, failed) == ("6", "0", "0")
+        assert 0 <= float(worst.split()[0]) <= 1
+        assert {backend for name, backend in rows if name == operator} == set(here)
+    assert out.endswith("seed 3\n")
+    assert run("verify", "--count", "6", "--seed", "3") == (0, out, "")
+
+
+def test_verify_draws_another_seed_each_time(run):
+    words = ("verify", "merge", "--backend", "cpu", "--dtype", "fp16", "--count", "2")
+    seeds = {run(*words)[1].splitlines()[-1] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_verify_ends_in_time(run):
+    status, out, _ = run("verify", "merge", "--backend", "cpu", "--seconds", "0.2")
+    assert status == 0
+    assert int(rows_of(out)["merge", "cpu"][0]) > 0
+
+
+def spoil(monkeypatch, operator, change):
+    """The operator of onchip.ops with its results changed on the cpu backend."""
+    right = getattr(onchip.ops, operator)
+
+    def wrong(*arrays, **options):
+        result = right(*arrays, **options)
+        if options["backend"] == "cpu":
+            change(result)
+        return result
+
+    monkeypatch.setattr(onchip.ops, operator, wrong)
+
+
+@pytest.mark.parametrize(
+    ("operator", "tensor", "which"),
+    [("attention_forward", "o", 0), ("attention_forward", "lse", 1), ("merge", "o", 0)],
+)
+def test_verify_finds_a_wrong_element(run, monkeypatch, operator, tensor, which):
+    spoiled = []
+
+    def change(result):
+        array = result[which]
+        at = next(iter(np.argwhere(np.isfinite(array.astype(np.float64)))[-1:]), None)
+        if at is not None:
+            array[tuple(at)] += 5
+            spoiled.append(tuple(int(i) for i in at))
+
+    spoil(monkeypatch, operator, change)
+    status, out, err = run("verify", operator, "--dtype", "fp32", "--count", "4", "--seed", "11")
+    assert (status, err) == (1, "")
+    rows = rows_of(out)
+    assert rows[operator, "cpu"][2] == str(len(spoiled))
+    assert rows[operator, "reference"][2] == "0"
+    assert f"  {tensor}: worst at {spoiled[0]}: got " in out
+    assert re.search(r"wanted \S+, error \S+, bound \S+: \S+ x \(1 of \d+ elements", out)
+    again = re.search(r"^  again: onchip (.*)$", out, re.MULTILINE)[1]
+    assert again.startswith(f"verify {operator} --backend cpu --dtype fp32 --seed ")
+    first = spoiled[0]
+    spoiled.clear()
+    status, repeated, _ = run(*again.split())
+    assert status == 1 and spoiled == [first]
+    assert f"  {tensor}: worst at {first}: got " in repeated
+
+
+def test_verify_finds_what_was_not_written(run, monkeypatch):
+    def nothing_written(q, k, v, **options):
+        kind = _kinds.kind_of(q)
+        o, lse = onchip_forward(q, k, v, **options)
+        return kind.empty(o.shape, o.dtype.name, q), lse
+
+    onchip_forward = onchip.ops.attention_forward
+    monkeypatch.setattr(onchip.ops, "attention_forward", nothing_written)
+    status, out, _ = run("verify", "attention_forward", "--backend", "cpu", "--count", "3")
+    assert status == 1
+    assert "o: NaN in the wrong place at (" in out
+
+
+def test_verify_reports_what_a_call_raises(run, monkeypatch):
+    def broken(*arrays, **options):
+        raise onchip.InternalError("attention_forward: out of order")
+
+    monkeypatch.setattr(onchip.ops, "attention_forward", broken)
+    status, out, _ = run("verify", "attention_forward", "--count", "2", "--seed", "0")
+    assert status == 1
+    assert "InternalError: attention_forward: out of order" in out
+    assert "--backend reference --seed 0 --count 1" in out
+
+
+def test_verify_fails_where_nothing_was_compared(run, monkeypatch):
+    def refused(*arrays, **options):
+        raise onchip.Unsupported("attention_forward: cpu: not today")
+
+    monkeypatch.setattr(onchip.ops, "attention_forward", refused)
+    status, out, _ = run("verify", "attention_forward", "--backend", "cpu", "--count", "2")
+    assert status == 1
+    assert "attention_forward on cpu: nothing compared: not today" in out
+    assert out.endswith("nothing was compared\n")
+
+
+def test_verify_needs_its_packages(run, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ml_dtypes" else found(name)
+    )
+    status, out, err = run("verify")
+    assert (status, out) == (1, "")
+    assert err == "onchip: verify: ml_dtypes is not installed: pip install 'onchip[cli]'\n"
 
 
 def kernel_names():

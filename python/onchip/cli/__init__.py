@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from onchip.cli import commands
+from onchip.cli.signature import Failure
 from onchip.errors import Error
 
 
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from onchip.cli.coloured import run
     try:
         return run(commands.COMMANDS, words)
+    except Failure as failure:
+        print(failure, end="")
+        return 1
     except Error as error:
         print(f"onchip: {error}", file=sys.stderr)
         return 1

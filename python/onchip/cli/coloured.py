@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+import onchip
 from onchip.cli.signature import Command, Parameter, parameters
 
 
@@ -41,8 +42,18 @@ def _wrapped(command: Command) -> Callable[..., None]:
 def run(commands: Sequence[Command], words: Sequence[str]) -> int:
     app = typer.Typer(name="onchip", no_args_is_help=True, pretty_exceptions_enable=False)
 
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            print(f"onchip {onchip.__version__}")
+            raise typer.Exit
+
     @app.callback()
-    def about() -> None:
+    def about(
+        version: Annotated[
+            bool,
+            typer.Option("--version", callback=show_version, is_eager=True, help="Show it."),
+        ] = False,
+    ) -> None:
         """Exact and linear attention whose intermediates stay on the chip."""
 
     for command in commands:

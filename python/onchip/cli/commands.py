@@ -1,6 +1,7 @@
 """The commands. Each returns the text to print; its docstring and annotations are its help."""
 
 import importlib.metadata
+import importlib.util
 import json
 import platform
 from collections.abc import Callable, Iterable
@@ -8,8 +9,9 @@ from typing import Annotated, Any
 
 import onchip
 from onchip import _native
+from onchip._text import aligned
 from onchip.cli.signature import parameters
-from onchip.errors import InvalidArgument
+from onchip.errors import InvalidArgument, Unsupported
 
 _FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "rich", "typer", "matplotlib")
 
@@ -265,10 +267,38 @@ def kernels(
 
 def _table(text: str, columns: tuple[str, ...]) -> str:
     rows = [[str(row[column]) for column in columns] for row in json.loads(text)["kernels"]]
-    table = [list(columns), *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
-    return "".join("  ".join(row).rstrip() + "\n" for row in padded)
+    return "".join(line + "\n" for line in aligned([list(columns), *rows]))
 
 
-COMMANDS: list[Callable[..., str]] = [doctor, explain, kernels]
+def _require(command: str, *packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Unsupported(
+            f"{command}: {', '.join(missing)} is not installed: pip install 'onchip[cli]'"
+        )
+
+
+def verify(
+    operator: Annotated[str, "attention_forward, attention_backward, merge or all"] = "all",
+    *,
+    backend: Annotated[str | None, "one by name; absent: every one that is here"] = None,
+    dtype: Annotated[str | None, "fp64, fp32, fp16 or bf16; absent: all"] = None,
+    seed: Annotated[int | None, "of the first case; absent: a new one"] = None,
+    count: Annotated[int | None, "cases; absent, without seconds: 200"] = None,
+    seconds: Annotated[float | None, "time after which no case begins"] = None,
+) -> str:
+    """Random calls, shapes and options, on every backend, each result compared with fp64 as
+    docs/semantics.md, section 5, asks.
+
+    Results start as NaN. Shows the worst element of each operator and backend; of a failure also
+    the call, and the command that repeats it. The exit status is 1 if anything failed.
+
+    onchip verify attention_forward --dtype bf16 --seconds 60
+    """
+    _require("verify", "numpy", "ml_dtypes")
+    from onchip.cli.verify import run_verify
+
+    return run_verify(operator, backend, dtype, seed, count, seconds)
+
+
+COMMANDS: list[Callable[..., str]] = [doctor, explain, verify, kernels]

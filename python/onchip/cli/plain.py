@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import onchip
 from onchip.cli.signature import Command, Parameter, parameters
 
 
@@ -29,6 +30,7 @@ def _add(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
 
 def run(commands: Sequence[Command], words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="onchip", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"onchip {onchip.__version__}")
     names = parser.add_subparsers(required=True, metavar="command")
     for command in commands:
         text = command.__doc__ or ""

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 Command = Callable[..., str]
 
 
+class Failure(Exception):
+    """A command that did its work and found a failure: its text is what to print."""
+
+
 class Parameter(NamedTuple):
     name: str
     type: type  # str, int, float or bool

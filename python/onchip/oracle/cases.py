@@ -84,6 +84,9 @@ class MergeCase:
     o2: np.ndarray
     lse2: np.ndarray
 
+    def map_arrays(self, change):
+        return MergeCase(*(change(x) for x in (self.o1, self.lse1, self.o2, self.lse2)))
+
     def __repr__(self):
         return f"{self.o1.dtype}, o={self.o1.shape}, lse={self.lse1.shape}"
 

@@ -6,7 +6,7 @@ the dtype, and raise `Disagreement` unless the result is as close to the referen
 They return where each tensor came closest to its bound.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ class Deviation(NamedTuple):
     """The element of a tensor whose error is the largest share of its bound."""
 
     tensor: str
-    index: tuple
+    at: tuple
     got: float
     wanted: float
     error: float
@@ -37,7 +37,7 @@ class Deviation(NamedTuple):
 
     def __str__(self):
         return (
-            f"{self.tensor}: worst at {self.index}: got {self.got:.9g}, wanted {self.wanted:.9g},"
+            f"{self.tensor}: worst at {self.at}: got {self.got:.9g}, wanted {self.wanted:.9g},"
             f" error {self.error:.3e}, bound {self.bound:.3e}: {self.share:.3g} x"
         )
 
@@ -140,7 +140,7 @@ def _factor(options):
     return 3 if options.get("softcap", 0) > 0 else 2
 
 
-def judge_forward(result, q, k, v, **options):
+def judge_forward(result: Any, q: Any, k: Any, v: Any, **options: Any) -> list[Deviation]:
     """Check (o, lse) of attention_forward."""
     o, lse = result
     ref_o, ref_lse = attention.attention_forward(q, k, v, arithmetic=EXACT, **options)
@@ -156,7 +156,9 @@ def judge_forward(result, q, k, v, **options):
     return _found(assert_close("o", o, _overflowed(ref_o, q.dtype), bound), worst_lse)
 
 
-def judge_backward(result, d_o, q, k, v, *, d_lse=None, **options):
+def judge_backward(
+    result: Any, d_o: Any, q: Any, k: Any, v: Any, *, d_lse: Any = None, **options: Any
+) -> list[Deviation]:
     """Check (dq, dk, dv, dbias, dsink) of attention_backward."""
     ref = attention.attention_backward(d_o, q, k, v, d_lse=d_lse, arithmetic=EXACT, **options)
     plain = attention.attention_backward(
@@ -235,7 +237,7 @@ def assert_derivative(name, gradient, differences):
 DIFFERENCE_STEP = 1e-5
 
 
-def judge_merge(result, o1, lse1, o2, lse2):
+def judge_merge(result: Any, o1: Any, lse1: Any, o2: Any, lse2: Any) -> list[Deviation]:
     """Check (o, lse) of merge."""
     o, lse = result
     ref_o, ref_lse = attention.merge(o1, lse1, o2, lse2, arithmetic=EXACT)
