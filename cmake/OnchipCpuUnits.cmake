@@ -4,7 +4,7 @@
 # library onchip_cpu_<isa>, with -DONCHIP_CPU_ISA=<isa>: the file puts everything it defines into
 # the namespace onchip::cpu::ONCHIP_CPU_ISA, so the copies never meet. It sets, in the caller's scope,
 #   ONCHIP_CPU_UNIT_TARGETS   the object libraries that were made
-# and the dispatching code sees ONCHIP_CPU_HAS_AVX2 and ONCHIP_CPU_HAS_AVX512 as 0 or 1 through the
+# and the dispatching code sees ONCHIP_CPU_HAS_AVX2 and the like as 0 or 1 through the
 # interface library onchip_cpu_isas.
 #
 # A unit must not define a symbol that the linker could share between instruction sets (an inline
@@ -14,6 +14,7 @@ set(onchip_cpu_flags_portable "")
 set(onchip_cpu_flags_avx2 -mavx2 -mfma -mf16c)
 set(onchip_cpu_flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
                             -mprefer-vector-width=512)
+set(onchip_cpu_flags_avx512_bf16 ${onchip_cpu_flags_avx512} -mavx512bf16)
 
 function(onchip_selected_cpu_isas result)
   set(selected portable)
@@ -21,8 +22,9 @@ function(onchip_selected_cpu_isas result)
     foreach(isa IN LISTS ONCHIP_CPU_ISAS)
       if(isa STREQUAL "portable")
         continue()
-      elseif(NOT isa MATCHES "^(avx2|avx512)$")
-        message(FATAL_ERROR "ONCHIP_CPU_ISAS: got '${isa}', wanted portable, avx2 or avx512")
+      elseif(NOT isa MATCHES "^(avx2|avx512|avx512_bf16)$")
+        message(FATAL_ERROR "ONCHIP_CPU_ISAS: got '${isa}', wanted portable, avx2, avx512 or "
+                            "avx512_bf16")
       endif()
       list(APPEND selected ${isa})
     endforeach()
@@ -33,7 +35,7 @@ endfunction()
 function(onchip_add_cpu_units)
   onchip_selected_cpu_isas(isas)
   add_library(onchip_cpu_isas INTERFACE)
-  foreach(isa avx2 avx512)
+  foreach(isa avx2 avx512 avx512_bf16)
     string(TOUPPER ${isa} upper)
     if(isa IN_LIST isas)
       target_compile_definitions(onchip_cpu_isas INTERFACE ONCHIP_CPU_HAS_${upper}=1)
@@ -52,7 +54,7 @@ function(onchip_add_cpu_units)
                                                    "${PROJECT_SOURCE_DIR}/include")
       target_compile_definitions(${target} PRIVATE ONCHIP_CPU_ISA=${isa})
       target_compile_options(${target} PRIVATE ${onchip_cpu_flags_${isa}})
-      if(isa STREQUAL "avx512" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+      if(isa MATCHES "^avx512" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
         # gcc's own AVX-512 headers start results from undefined operands and warn about them where
         # they are inlined; the same sources are checked in the other two units.
         target_compile_options(${target} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)

@@ -57,11 +57,11 @@ Settings parse_settings(const char* num_threads, const char* cpu_isa, const GpuE
   }
   if (cpu_isa != nullptr && *cpu_isa != '\0') {
     const std::string text = cpu_isa;
-    if (text == "portable" || text == "avx2" || text == "avx512") {
+    if (text == "portable" || text == "avx2" || text == "avx512" || text == "avx512_bf16") {
       result.cpu_isa = text;
     } else {
       result.cpu_isa_problem =
-          "ONCHIP_CPU_ISA: got \"" + text + "\", wanted portable, avx2 or avx512";
+          "ONCHIP_CPU_ISA: got \"" + text + "\", wanted portable, avx2, avx512 or avx512_bf16";
     }
   }
   parse_gpu(gpu, result);

@@ -10,7 +10,7 @@ namespace onchip {
 
 struct Settings {
   std::int32_t num_threads = 0;  // ONCHIP_NUM_THREADS; 0 = as many as this process may use
-  std::string cpu_isa;           // ONCHIP_CPU_ISA: "portable", "avx2", "avx512"; "" = the best
+  std::string cpu_isa;           // ONCHIP_CPU_ISA: a name of cpu::Isa; "" = the best
   std::string nvrtc;             // ONCHIP_NVRTC: the NVRTC library to load; "" = look for one
   std::string cache_dir;  // ONCHIP_CACHE_DIR: where compiled GPU kernels are kept; "" = nowhere
   bool cache_dir_set = false;  // by ONCHIP_CACHE_DIR, not by default

@@ -45,6 +45,10 @@ Unit unit_of(Isa isa) {
     case Isa::avx512:
       return ONCHIP_CPU_UNIT(avx512);
 #endif
+#if ONCHIP_CPU_HAS_AVX512_BF16
+    case Isa::avx512_bf16:
+      return ONCHIP_CPU_UNIT(avx512_bf16);
+#endif
     default:
       return ONCHIP_CPU_UNIT(portable);
   }

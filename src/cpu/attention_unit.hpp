@@ -105,6 +105,7 @@ constexpr std::size_t kScratchAlignment = 64;
 ONCHIP_CPU_DECLARE_UNIT(portable)
 ONCHIP_CPU_DECLARE_UNIT(avx2)
 ONCHIP_CPU_DECLARE_UNIT(avx512)
+ONCHIP_CPU_DECLARE_UNIT(avx512_bf16)
 #undef ONCHIP_CPU_DECLARE_UNIT
 
 }  // namespace onchip::cpu

@@ -1,5 +1,8 @@
 #include "cpu/cpu_features.hpp"
 
+#include <cstddef>
+#include <iterator>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -8,11 +11,10 @@ namespace onchip::cpu {
 
 namespace {
 
-constexpr Isa kAll[] = {Isa::avx512, Isa::avx2, Isa::portable};  // best first
-
 struct Features {
   bool avx2 = false;
   bool avx512 = false;
+  bool avx512_bf16 = false;
 };
 
 #if defined(__x86_64__)
@@ -41,6 +43,10 @@ Features detect() {
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return features;
   features.avx2 = (ebx & kAvx2) != 0 && (state & kYmmState) == kYmmState;
   features.avx512 = features.avx2 && (ebx & kAvx512) == kAvx512 && (state & kZmmState) == kZmmState;
+  constexpr unsigned kBf16 = 1u << 5;
+  if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0) {
+    features.avx512_bf16 = features.avx512 && (eax & kBf16) != 0;
+  }
   return features;
 }
 
@@ -52,7 +58,8 @@ Features detect() { return {}; }
 
 bool is_built(Isa isa) {
   return isa == Isa::portable || (isa == Isa::avx2 && ONCHIP_CPU_HAS_AVX2 != 0) ||
-         (isa == Isa::avx512 && ONCHIP_CPU_HAS_AVX512 != 0);
+         (isa == Isa::avx512 && ONCHIP_CPU_HAS_AVX512 != 0) ||
+         (isa == Isa::avx512_bf16 && ONCHIP_CPU_HAS_AVX512_BF16 != 0);
 }
 
 bool is_offered(Isa isa) {
@@ -64,6 +71,8 @@ bool is_offered(Isa isa) {
       return features.avx2;
     case Isa::avx512:
       return features.avx512;
+    case Isa::avx512_bf16:
+      return features.avx512_bf16;
   }
   return false;
 }
@@ -78,6 +87,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::avx512_bf16:
+      return "avx512_bf16";
   }
   return "unknown";
 }
@@ -92,7 +103,8 @@ bool isa_available(Isa isa) { return isa_problem(isa).empty(); }
 
 IsaChoice choose_isa(const Settings& settings) {
   if (!settings.cpu_isa_problem.empty()) return {Isa::portable, settings.cpu_isa_problem};
-  for (const Isa isa : kAll) {
+  for (std::size_t i = std::size(kIsas); i-- > 0;) {  // best first
+    const Isa isa = kIsas[i];
     if (settings.cpu_isa.empty()) {
       if (isa_available(isa)) return {isa, ""};
     } else if (settings.cpu_isa == isa_name(isa)) {

@@ -8,7 +8,9 @@
 
 namespace onchip::cpu {
 
-enum class Isa : std::uint8_t { portable, avx2, avx512 };
+// avx512_bf16 is avx512 with dot products of bf16 pairs.
+enum class Isa : std::uint8_t { portable, avx2, avx512, avx512_bf16 };
+inline constexpr Isa kIsas[] = {Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16};
 
 const char* isa_name(Isa isa);
 

@@ -1,7 +1,7 @@
 // Vectors of fp32 and fp64 for one instruction set: the only file with intrinsics.
 //
 // A file that includes this one is compiled once per instruction set with ONCHIP_CPU_ISA =
-// portable, avx2 or avx512. Everything here has internal linkage, so that no copy made for one
+// portable, avx2, avx512 or avx512_bf16. Everything here has internal linkage, so that no copy made for one
 // instruction set can stand in for another at link time.
 #pragma once
 
@@ -16,6 +16,7 @@
 #define ONCHIP_CPU_LEVEL_portable 0
 #define ONCHIP_CPU_LEVEL_avx2 1
 #define ONCHIP_CPU_LEVEL_avx512 2
+#define ONCHIP_CPU_LEVEL_avx512_bf16 3
 #define ONCHIP_CPU_LEVEL ONCHIP_CPU_JOIN(ONCHIP_CPU_LEVEL_, ONCHIP_CPU_ISA)
 
 #define ONCHIP_INLINE inline __attribute__((always_inline))
@@ -256,7 +257,7 @@ ONCHIP_INLINE Vec<T> exp2(Vec<T> x) {
   using E = Exp2<T>;
   constexpr int kTerms = static_cast<int>(sizeof(E::kCoefficients) / sizeof(T));
   const auto is_zero = S::less(x, S::broadcast(E::kSmallest));
-#if ONCHIP_CPU_LEVEL == 2
+#if ONCHIP_CPU_LEVEL >= 2
   const Vec<T> n = S::round(x);
 #else
   // n comes from a number that is finite whatever x is, f from x itself: NaN gets through in f.
@@ -267,7 +268,7 @@ ONCHIP_INLINE Vec<T> exp2(Vec<T> x) {
   Vec<T> p = S::broadcast(E::kCoefficients[0]);
   unroll<kTerms - 1>([&](auto i) { p = S::fma(p, f, S::broadcast(E::kCoefficients[i + 1])); });
   p = S::fma(p, f, S::broadcast(T{1}));
-#if ONCHIP_CPU_LEVEL == 2
+#if ONCHIP_CPU_LEVEL >= 2
   return S::scale_where(S::complement(is_zero), p, n);
 #else
   const auto exponent = ((typename S::Signed)shifted << E::kFractionBits) + E::kOne;
@@ -341,7 +342,7 @@ ONCHIP_INLINE Halves to_bf16(Vec<float> x) {
   return __builtin_convertvector(result >> 16, Halves);
 }
 
-#if ONCHIP_CPU_LEVEL == 2
+#if ONCHIP_CPU_LEVEL >= 2
 
 ONCHIP_INLINE Vec<float> from_f16(Halves x) { return _mm512_cvtph_ps((__m256i)x); }
 ONCHIP_INLINE Halves to_f16(Vec<float> x) {

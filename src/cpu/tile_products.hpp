@@ -11,7 +11,7 @@ namespace {
 // Rows of the register tile: kRegisterRows x kPanelVectors accumulators, kPanelVectors operands and
 // a broadcast fill 27 of AVX-512's 32 registers, 15 of 16 elsewhere.
 constexpr int kPanelVectors = 2;
-constexpr int kRegisterRows = ONCHIP_CPU_LEVEL == 2 ? 12 : 6;
+constexpr int kRegisterRows = ONCHIP_CPU_LEVEL >= 2 ? 12 : 6;
 constexpr int kTailRows = 4;
 
 // s_t[j][lane] = sum_d k[j][d] q_t[d][lane] for kRegisterRows keys.

@@ -29,7 +29,7 @@ TEST(Settings, Threads) {
 }
 
 TEST(Settings, InstructionSets) {
-  for (const char* isa : {"portable", "avx2", "avx512"}) {
+  for (const char* isa : {"portable", "avx2", "avx512", "avx512_bf16"}) {
     EXPECT_EQ(parse_settings(nullptr, isa).cpu_isa, isa);
     EXPECT_EQ(parse_settings(nullptr, isa).cpu_isa_problem, "");
   }

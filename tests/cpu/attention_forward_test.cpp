@@ -444,7 +444,7 @@ TEST(ForwardPlan, SaysWhyNot) {
   threads.num_threads_problem = "ONCHIP_NUM_THREADS: got \"x\"";
   EXPECT_EQ(reason(threads), threads.num_threads_problem);
   EXPECT_TRUE(blames_setting(threads));
-  for (const cpu::Isa isa : {cpu::Isa::portable, cpu::Isa::avx2, cpu::Isa::avx512}) {
+  for (const cpu::Isa isa : cpu::kIsas) {
     EXPECT_EQ(reason(forcing(isa)).empty(), cpu::isa_available(isa));
   }
   problem.head_dim_v = 100000;

@@ -59,9 +59,7 @@ inline std::string isa_test_name(const ::testing::TestParamInfo<cpu::Isa>& info)
   return cpu::isa_name(info.param);
 }
 
-#define ONCHIP_FOR_EACH_ISA(suite)                                                          \
-  INSTANTIATE_TEST_SUITE_P(                                                                 \
-      Isas, suite, ::testing::Values(cpu::Isa::portable, cpu::Isa::avx2, cpu::Isa::avx512), \
-      isa_test_name)
+#define ONCHIP_FOR_EACH_ISA(suite) \
+  INSTANTIATE_TEST_SUITE_P(Isas, suite, ::testing::ValuesIn(cpu::kIsas), isa_test_name)
 
 }  // namespace onchip::test

@@ -26,6 +26,10 @@ SimdProbe simd_probe(cpu::Isa isa) {
     case cpu::Isa::avx512:
       return cpu::avx512::simd_probe();
 #endif
+#if ONCHIP_CPU_HAS_AVX512_BF16
+    case cpu::Isa::avx512_bf16:
+      return cpu::avx512_bf16::simd_probe();
+#endif
     default:
       return cpu::portable::simd_probe();
   }

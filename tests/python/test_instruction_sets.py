@@ -37,7 +37,7 @@ def run_with(isa, *arguments):
     )
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_an_instruction_set_that_is_not_the_best(isa, request):
     probe = run_with(
         isa,
