@@ -97,16 +97,20 @@ def _integers(op: Operator, name: str, value: Any) -> Any:
         ) from None
 
 
+def window_bounds(op: str, window: Any) -> tuple[Any, Any]:
+    """(left, right); a set, say, has two members but no order."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InvalidArgument(
+            f"{op}: window: got {window!r}, wanted (left, right), -1 for no bound"
+        )
+    left, right = window
+    return left, right
+
+
 def _split_window(op: Operator, arguments: Arguments) -> None:
     window = arguments.pop("window", None)
-    if window is None:
-        return
-    try:
-        arguments["window_left"], arguments["window_right"] = window
-    except (TypeError, ValueError):
-        raise InvalidArgument(
-            f"{op.name}: window: got {window!r}, wanted (left, right), -1 for no bound"
-        ) from None
+    if window is not None:
+        arguments["window_left"], arguments["window_right"] = window_bounds(op.name, window)
 
 
 class Prepared(NamedTuple):

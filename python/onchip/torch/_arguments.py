@@ -1,0 +1,130 @@
+"""The arguments of attention as the registered operators have them: tensors, then plain values."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from onchip import _calls
+from onchip.errors import InvalidArgument, Unsupported
+
+FORWARD = _calls.ATTENTION_FORWARD
+BACKWARD = _calls.ATTENTION_BACKWARD
+
+TENSOR_NAMES = (*FORWARD.arrays, *FORWARD.optional_arrays, *FORWARD.integer_arrays)
+REQUIRED = len(FORWARD.arrays)
+# Name and type in an operator's schema.
+VALUES = {
+    "scale": "float?",
+    "causal": "bool",
+    "alignment": "str",
+    "window_left": "int",
+    "window_right": "int",
+    "softcap": "float",
+    "dropout_p": "float",
+    "max_seqlen_q": "int?",
+    "max_seqlen_kv": "int?",
+    "precision": "str?",
+    "deterministic": "bool",
+    "batch_invariant": "bool",
+    "check": "bool",
+    "backend": "str?",
+}
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
+GRADIENT_INDICES = tuple(TENSOR_NAMES.index(name) for name in DIFFERENTIABLE)
+GRADIENTS = tuple("d" + name for name in DIFFERENTIABLE)
+
+_ALIBI = TENSOR_NAMES.index("alibi_slopes")
+
+
+def integers(name: str, value: Any) -> Tensor:
+    """A tensor as it is; a sequence of integers as one in host memory."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, (list, tuple, range)):
+        raise InvalidArgument(
+            f"{FORWARD.name}: {name}: got {type(value).__name__}, "
+            "wanted a tensor or a sequence of integers"
+        )
+    try:
+        numbers = [x if isinstance(x, int) else operator.index(x) for x in value]
+        return torch.tensor(numbers, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidArgument(
+            f"{FORWARD.name}: {name}: got a {type(value).__name__} ({error}), "
+            "wanted integers of 64 bits or an integer tensor"
+        ) from None
+
+
+def examine(tensors: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Whether autograd has to record the call, and whether the dispatcher can be left out; refuses
+    what is no tensor or has no gradient."""
+    differentiate = False
+    plain = True
+    grad_enabled = torch.is_grad_enabled()
+    for index, tensor in enumerate(tensors):
+        if tensor is None and index >= REQUIRED:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(
+                f"{FORWARD.name}: {TENSOR_NAMES[index]}: got {type(tensor).__name__}, "
+                "wanted torch tensors"
+            )
+        if grad_enabled and tensor.requires_grad:
+            if index == _ALIBI:
+                raise InvalidArgument(
+                    f"{FORWARD.name}: alibi_slopes: got a tensor that requires grad, wanted one "
+                    "that does not (slopes have no gradient: detach them, or build a bias)"
+                )
+            differentiate = True
+        plain = plain and type(tensor) in _PLAIN_TYPES
+    return differentiate, plain and not is_watched(tensors[0])
+
+
+# ---- where PyTorch's dispatcher can be left out --------------------------------------------------
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _no_modes_known() -> int:
+    return 1
+
+
+# How many TorchDispatchModes are on: fake tensors, tracing, selective checkpointing, counters.
+_watchers = getattr(torch._C, "_len_torch_dispatch_stack", _no_modes_known)
+transforms_active = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
+
+
+def is_watched(example: Tensor) -> bool:
+    """Whether somebody has to see the operator: a compiler, a tracer, a mode, a transform of
+    torch.func; or the device has no memory. Elsewhere the dispatcher is left out: on the host it
+    takes longer than all the rest of a call."""
+    return (
+        torch.compiler.is_compiling()
+        or _watchers() != 0
+        or transforms_active()
+        or _is_tracing()
+        or not (example.is_cuda or example.is_cpu)
+    )
+
+
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    return all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
+
+
+NO_FORWARD_MODE = (
+    "got a dual tensor, and attention has no forward-mode derivative (jvp): use reverse mode"
+)
+
+
+def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Forward-mode AD: results without their tangents would be wrong in silence."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise Unsupported(f"{op}: {NO_FORWARD_MODE}")

@@ -1,0 +1,225 @@
+"""attention_forward and attention_backward in `torch.ops.onchip` with their fake kernels, and what
+autograd does at either: through the dispatcher, or in a Function where nobody watches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip import _calls
+from onchip.errors import Unsupported
+from onchip.torch import _run
+from onchip.torch._arguments import (
+    BACKWARD,
+    DIFFERENTIABLE,
+    FORWARD,
+    GRADIENT_INDICES,
+    NO_FORWARD_MODE,
+    REQUIRED,
+    TENSOR_NAMES,
+    VALUES,
+    are_plain,
+    examine,
+    is_watched,
+    refuse_tangents,
+    transforms_active,
+)
+
+_COUNT = len(TENSOR_NAMES)
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """In the order of the schema."""
+    tensors = arguments[:_COUNT]
+    refuse_tangents(FORWARD.name, tensors)
+    o, lse = _run.forward(tensors, arguments[_COUNT:], True)
+    assert lse is not None
+    return o, lse
+
+
+def _forward_shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, _, v = arguments[:3]
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return o, q.new_empty(_calls.lse_shape(q.shape), dtype=_run.lse_dtype(q))
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+# The operator's arguments: d_o, o, lse, d_lse, the forward's, then which gradients are wanted.
+_SAVED = 4
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """A gradient that is not wanted has no elements."""
+    saved, tensors = arguments[:_SAVED], arguments[_SAVED : _SAVED + _COUNT]
+    values, wanted = arguments[_SAVED + _COUNT : -1], arguments[-1]
+    refuse_tangents(BACKWARD.name, (*saved, *tensors))
+    d_o, o, lse, d_lse = saved
+    gradients = _run.backward(d_o, o, lse, d_lse, tensors, values, wanted)
+    q = tensors[0]
+    return tuple(q.new_empty((0,)) if x is None else x for x in gradients)
+
+
+def _backward_shapes(*arguments: Any) -> tuple[Tensor, ...]:
+    tensors, wanted = arguments[_SAVED : _SAVED + _COUNT], arguments[-1]
+    return tuple(
+        torch.empty_like(tensors[index], memory_format=torch.contiguous_format)
+        if want
+        else tensors[0].new_empty((0,))
+        for index, want in zip(GRADIENT_INDICES, wanted, strict=True)
+    )
+
+
+def _refuse_second_derivatives(*_: Any) -> Any:
+    raise Unsupported(
+        f"{BACKWARD.name}: got a gradient to differentiate again (create_graph=True, or a nested "
+        "transform of torch.func), and attention has no second derivative: use first derivatives, "
+        "or the plain formula in torch where second ones are needed"
+    )
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # an lse that no loss uses costs nothing
+    ctx.save_for_backward(*inputs[:_COUNT], *output)
+    ctx.values = inputs[_COUNT:]
+
+
+def _differentiate(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    none = (None,) * (_COUNT + len(VALUES))
+    if d_o is None and d_lse is None:
+        return none
+    *tensors, o, lse = ctx.saved_tensors
+    # torch.func always asks for a graph of the gradient; whoever uses it meets the refusal then.
+    transformed = getattr(ctx, "transformed", False)
+    if torch.is_grad_enabled() and not transformed:
+        _refuse_second_derivatives()
+    if d_o is None:
+        # One row in memory, repeated.
+        d_o = o.new_zeros(o.shape[-1:]).expand(o.shape)
+    saved = (d_o, o, lse, d_lse)
+    wanted = [ctx.needs_input_grad[index] for index in GRADIENT_INDICES]
+    arguments = (*saved, *tensors, *ctx.values, wanted)
+    gradients: Sequence[Tensor | None]
+    if transformed:
+        gradients = _TransformedBackward.apply(*arguments)
+    elif are_plain((*saved, *tensors)) and not is_watched(d_o):
+        refuse_tangents(BACKWARD.name, (*saved, *tensors))
+        gradients = _run.backward(d_o, o, lse, d_lse, tensors, ctx.values, wanted)
+    else:
+        gradients = torch.ops.onchip.attention_backward(*arguments)
+    results = list(none)
+    for index, want, gradient in zip(GRADIENT_INDICES, wanted, gradients, strict=True):
+        if want:
+            results[index] = gradient
+    return tuple(results)
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """`torch.ops.onchip.attention_forward` without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        results = _forward(*arguments)
+        _save(ctx, arguments, results)
+        return results
+
+    backward = staticmethod(_differentiate)
+
+
+def _refuse_jvp(*_: Any) -> Any:
+    raise Unsupported(f"{FORWARD.name}: {NO_FORWARD_MODE}")
+
+
+class _Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The form that torch.func can transform: grad, vjp, jacrev, vmap, and their nesting."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.onchip.attention_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs, output)
+        ctx.transformed = True
+
+    backward = staticmethod(_differentiate)
+    jvp = staticmethod(_refuse_jvp)
+
+
+class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.onchip.attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = staticmethod(_refuse_second_derivatives)
+    jvp = staticmethod(_refuse_jvp)
+
+
+def run(tensors: Any, values: Any, want_lse: bool) -> Any:
+    """(o, lse) by the shortest way; lse may be None where it is not wanted."""
+    differentiate, plain = examine(tensors)
+    if plain:
+        refuse_tangents(FORWARD.name, tensors)
+        if differentiate:
+            return _Attention.apply(*tensors, *values)
+        return _run.forward(tensors, values, want_lse)
+    if not torch.compiler.is_compiling() and transforms_active():
+        return _Transformed.apply(*tensors, *values)
+    return torch.ops.onchip.attention_forward(*tensors, *values)
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
+def _schema(op: _calls.Operator, saved: Sequence[str], last: Sequence[str], results: int) -> str:
+    arguments = ", ".join(
+        [
+            *saved,
+            *(f"Tensor {name}" for name in TENSOR_NAMES[:REQUIRED]),
+            *(f"Tensor? {name}" for name in TENSOR_NAMES[REQUIRED:]),
+            *(f"{kind} {name}" for name, kind in VALUES.items()),
+            *last,
+        ]
+    )
+    return f"{op.name}({arguments}) -> ({', '.join(['Tensor'] * results)})"
+
+
+_library = torch.library.Library("onchip", "DEF")
+_SCHEMAS = {
+    FORWARD.name: _schema(FORWARD, (), (), 2),
+    BACKWARD.name: _schema(
+        BACKWARD,
+        ("Tensor d_o", "Tensor o", "Tensor lse", "Tensor? d_lse"),
+        (f"bool[{len(DIFFERENTIABLE)}] wanted",),
+        len(DIFFERENTIABLE),
+    ),
+}
+_KERNELS = {
+    FORWARD.name: (_forward, _forward_shapes),
+    BACKWARD.name: (_backward, _backward_shapes),
+}
+for _name, (_kernel, _shapes) in _KERNELS.items():
+    _library.define(_SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"onchip::{_name}", _shapes, lib=_library)
+torch.library.register_autograd(
+    f"onchip::{FORWARD.name}", _differentiate, setup_context=_save, lib=_library
+)
+torch.library.register_autograd(
+    f"onchip::{BACKWARD.name}", _refuse_second_derivatives, lib=_library
+)
