@@ -190,7 +190,8 @@ def test_pack_rounds_to_nearest_even(run):
 @pytest.mark.parametrize("how", ["ss", "rs", "rs_mn"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("n", [64, 128])
-def test_wgmma(run, n, dtype, how):
+@pytest.mark.parametrize("steps", [4, 8])
+def test_wgmma(run, steps, n, dtype, how):
     """Small integers, so that every sum is exact."""
     rng = np.random.default_rng(2)
     a = rng.integers(-8, 9, (64, 128)).astype(np.float32)
@@ -202,7 +203,7 @@ def test_wgmma(run, n, dtype, how):
 
     given = b if how == "rs_mn" else b.T
     out = np.full((64, n), np.nan, np.float32)
-    *_, got = run(f"multiply_{n}_{dtype}_{how}", bits(a), bits(given), out)
+    *_, got = run(f"multiply_{n}_{dtype}_{steps}_{how}", bits(a), bits(given), out)
     np.testing.assert_array_equal(got, 2 * (a @ b))
 
 

@@ -154,7 +154,7 @@ extern "C" __global__ void pack_pairs(const float* in, u32* as_bf16, u32* as_fp1
 
 // d[64][n] = a[64][128] b, twice (the second time added). b: [n][128] for ss and rs (K-major),
 // [128][n] for rs_mn.
-template <int n, bool bf16>
+template <int n, bool bf16, int steps>
 __device__ void multiply(const u16* a, const u16* b, float* out, int how) {
   unsigned char* matrix_a = shared_memory;
   unsigned char* matrix_b = shared_memory + kRows * 128 * 2;
@@ -170,21 +170,23 @@ __device__ void multiply(const u16* a, const u16* b, float* out, int how) {
   pin(fragments);
   wgmma_fence();
 #pragma unroll
-  for (int repeat = 0; repeat < 2; ++repeat) {
+  for (int i = 0; i < 16 / steps; ++i) {
+    // Four steps are a chunk of 64 columns, or 64 rows of B where those are contracted.
+    constexpr u32 kChunkOfA = kRows * kChunkRowBytes >> 4, kChunkOfB = n * kChunkRowBytes >> 4;
+    const int at = i * steps % 8;
+    u32 part[steps][4];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int accumulate = repeat + k != 0;
-      if (how == 0) {
-        Wgmma<n, bf16>::ss(d, da + descriptor_step_k_major(k, kRows),
-                           db + descriptor_step_k_major(k, n), accumulate);
-      } else if (how == 1) {
-        Wgmma<n, bf16>::rs(d, fragments[k], db + descriptor_step_k_major(k, n), accumulate);
-      } else {
-        Wgmma<n, bf16>::rs_mn(d, fragments[k], db + descriptor_step_mn_major(k), accumulate);
-      }
+    for (int j = 0; j < 4 * steps; ++j) part[j / 4][j % 4] = fragments[at + j / 4][j % 4];
+    const u32 b_at = db + at / 4 * (how == 2 ? 64 * kChunkRowBytes >> 4 : kChunkOfB);
+    if (how == 0) {
+      Wgmma<n, bf16, steps>::ss(d, da + at / 4 * kChunkOfA, b_at, i != 0);
+    } else if (how == 1) {
+      Wgmma<n, bf16, steps>::rs(d, part, b_at, i != 0);
+    } else {
+      Wgmma<n, bf16, steps>::rs_mn(d, part, b_at, i != 0);
     }
-    wgmma_commit_group();
   }
+  wgmma_commit_group();
   wgmma_wait_group<0>();
   pin(d);
   pin(fragments);
@@ -196,23 +198,23 @@ __device__ void multiply(const u16* a, const u16* b, float* out, int how) {
   }
 }
 
-#define ONCHIP_MULTIPLY(n, type, is_bf16)                                     \
-  extern "C" __global__ void __launch_bounds__(128)                           \
-      multiply_##n##_##type##_ss(const u16* a, const u16* b, float* out) {    \
-    multiply<n, is_bf16>(a, b, out, 0);                                       \
-  }                                                                           \
-  extern "C" __global__ void __launch_bounds__(128)                           \
-      multiply_##n##_##type##_rs(const u16* a, const u16* b, float* out) {    \
-    multiply<n, is_bf16>(a, b, out, 1);                                       \
-  }                                                                           \
-  extern "C" __global__ void __launch_bounds__(128)                           \
-      multiply_##n##_##type##_rs_mn(const u16* a, const u16* b, float* out) { \
-    multiply<n, is_bf16>(a, b, out, 2);                                       \
+#define ONCHIP_MULTIPLY(n, type, is_bf16, steps, member, how)                              \
+  extern "C" __global__ void __launch_bounds__(128)                                        \
+      multiply_##n##_##type##_##steps##_##member(const u16* a, const u16* b, float* out) { \
+    multiply<n, is_bf16, steps>(a, b, out, how);                                           \
   }
-ONCHIP_MULTIPLY(64, bf16, true)
-ONCHIP_MULTIPLY(64, fp16, false)
-ONCHIP_MULTIPLY(128, bf16, true)
-ONCHIP_MULTIPLY(128, fp16, false)
+#define ONCHIP_MULTIPLY_EACH_WAY(n, type, is_bf16, steps) \
+  ONCHIP_MULTIPLY(n, type, is_bf16, steps, ss, 0)         \
+  ONCHIP_MULTIPLY(n, type, is_bf16, steps, rs, 1)         \
+  ONCHIP_MULTIPLY(n, type, is_bf16, steps, rs_mn, 2)
+ONCHIP_MULTIPLY_EACH_WAY(64, bf16, true, 4)
+ONCHIP_MULTIPLY_EACH_WAY(64, bf16, true, 8)
+ONCHIP_MULTIPLY_EACH_WAY(64, fp16, false, 4)
+ONCHIP_MULTIPLY_EACH_WAY(64, fp16, false, 8)
+ONCHIP_MULTIPLY_EACH_WAY(128, bf16, true, 4)
+ONCHIP_MULTIPLY_EACH_WAY(128, bf16, true, 8)
+ONCHIP_MULTIPLY_EACH_WAY(128, fp16, false, 4)
+ONCHIP_MULTIPLY_EACH_WAY(128, fp16, false, 8)
 
 // seen[]: 0 a fresh barrier is past parity 1; 1 it is not past parity 0; 2 nor after one of two
 // arrivals; 3 it is after the second; 4 then parity 1 is still to come; 5 bytes count too; 6 a ring

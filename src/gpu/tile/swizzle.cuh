@@ -20,16 +20,8 @@ ONCHIP_DEVICE u32 swizzle_128b(u32 row, u32 unit) {
 ONCHIP_DEVICE u32 descriptor_low(u32 address, u32 leading_bytes) {
   return ((address >> 4) & 0x3fff) | (leading_bytes >> 4 << 16);
 }
-// High word: 128-byte swizzle, 1024 bytes from one group of eight rows to the next.
-inline constexpr u32 kDescriptorHigh = 0x40000040u;
 
-// Steps of the low word along the contraction. K-major (columns are contracted): 16 columns are two
-// units, four such steps a chunk. MN-major (rows are contracted): 16 rows.
-ONCHIP_DEVICE constexpr u32 descriptor_step_k_major(int step, int rows) {
-  return static_cast<u32>(step / 4 * (rows * kChunkRowBytes >> 4) + step % 4 * 2);
-}
-ONCHIP_DEVICE constexpr u32 descriptor_step_mn_major(int step) {
-  return static_cast<u32>(step * (16 * kChunkRowBytes >> 4));
-}
+// The high word, 0x40000040 (128-byte swizzle, 1024 bytes from one group of eight rows to the next),
+// and the steps of the low word along the contraction stand in wgmma_shapes.cuh.
 
 }  // namespace onchip::tile

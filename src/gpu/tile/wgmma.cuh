@@ -43,29 +43,19 @@ ONCHIP_DEVICE void pin(Fragments&... fragments) {
 // step. D = A B^T, B K-major (n rows); A in registers,
 template <int n, bool bf16, int steps>
 ONCHIP_DEVICE void issue_k_major(float (&d)[n / 2], const u32 (&a)[steps][4], u32 b) {
-#pragma unroll
-  for (int k = 0; k < steps; ++k) {
-    Wgmma<n, bf16>::rs(d, a[k], b + descriptor_step_k_major(k, n), k != 0);
-  }
+  Wgmma<n, bf16, steps>::rs(d, a, b, 0);
   wgmma_commit_group();
 }
 // or 64 rows in shared memory.
 template <int n, bool bf16, int steps>
 ONCHIP_DEVICE void issue_k_major(float (&d)[n / 2], u32 a, u32 b) {
-#pragma unroll
-  for (int k = 0; k < steps; ++k) {
-    Wgmma<n, bf16>::ss(d, a + descriptor_step_k_major(k, 64), b + descriptor_step_k_major(k, n),
-                       k != 0);
-  }
+  Wgmma<n, bf16, steps>::ss(d, a, b, 0);
   wgmma_commit_group();
 }
 // D += A B, B MN-major (n columns), A in registers.
 template <int n, bool bf16, int steps>
 ONCHIP_DEVICE void issue_mn_major(float (&d)[n / 2], const u32 (&a)[steps][4], u32 b) {
-#pragma unroll
-  for (int k = 0; k < steps; ++k) {
-    Wgmma<n, bf16>::rs_mn(d, a[k], b + descriptor_step_mn_major(k), 1);
-  }
+  Wgmma<n, bf16, steps>::rs_mn(d, a, b, 1);
   wgmma_commit_group();
 }
 
