@@ -23,4 +23,31 @@ struct RowsView {
   }
 };
 
+// One row as doubles.
+inline void load_row(const std::byte* from, DType dtype, std::int64_t dim, double* to) {
+  for (std::int64_t d = 0; d < dim; ++d)
+    to[d] = load_as_double(from + d * dtype_size(dtype), dtype);
+}
+
+inline void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
+                     std::int64_t dim, double* to) {
+  load_row(rows.at(batch, row, head), rows.dtype, dim, to);
+}
+
+inline void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
+                      std::int64_t dim, const double* from) {
+  std::byte* to = rows.at(batch, row, head);
+  for (std::int64_t d = 0; d < dim; ++d) {
+    store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, from[d]);
+  }
+}
+
+inline void store_zeros(const RowsView& rows, std::int64_t batch, std::int64_t row,
+                        std::int64_t head, std::int64_t dim) {
+  std::byte* to = rows.at(batch, row, head);
+  for (std::int64_t d = 0; d < dim; ++d) {
+    store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, 0.0);
+  }
+}
+
 }  // namespace onchip

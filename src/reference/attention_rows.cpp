@@ -12,37 +12,7 @@ double load(const HeadScalarsView& scalars, std::int64_t sequence, std::int64_t 
   return load_as_double(scalars.at(sequence, head), scalars.dtype);
 }
 
-std::int32_t workers_for(std::int64_t tasks) {
-  return static_cast<std::int32_t>(std::clamp<std::int64_t>(tasks, 1, std::max(num_threads(), 1)));
-}
-
 }  // namespace
-
-void load_row(const std::byte* from, DType dtype, std::int64_t dim, double* to) {
-  for (std::int64_t d = 0; d < dim; ++d)
-    to[d] = load_as_double(from + d * dtype_size(dtype), dtype);
-}
-
-void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-              std::int64_t dim, double* to) {
-  load_row(rows.at(batch, row, head), rows.dtype, dim, to);
-}
-
-void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-               std::int64_t dim, const double* from) {
-  std::byte* to = rows.at(batch, row, head);
-  for (std::int64_t d = 0; d < dim; ++d) {
-    store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, from[d]);
-  }
-}
-
-void store_zeros(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-                 std::int64_t dim) {
-  std::byte* to = rows.at(batch, row, head);
-  for (std::int64_t d = 0; d < dim; ++d) {
-    store_from_double(to + d * dtype_size(rows.dtype), rows.dtype, 0.0);
-  }
-}
 
 double dot(const double* a, const double* b, std::int64_t dim) {
   double sums[4] = {0.0, 0.0, 0.0, 0.0};
@@ -165,31 +135,9 @@ void clear_slack_lse(const AttentionProblem& problem) {
                  });
 }
 
-PlanResult plan_with(std::int64_t tasks, Layout worker, Layout shared) {
-  BackendPlan plan;
-  plan.kernel = "fp64 loops";
-  const std::int32_t workers = workers_for(tasks);
-  Layout all = worker;
-  all.repeat(workers);
-  if (!worker.fits() || !shared.fits() || !all.fits()) {
-    return Reject{"the workspace would not fit in any address space"};
-  }
-  plan.words[kWorkers] = static_cast<std::uint64_t>(workers);
-  plan.words[kWorkerDoubles] = static_cast<std::uint64_t>(worker.doubles());
-  plan.words[kSharedDoubles] = static_cast<std::uint64_t>(shared.doubles());
-  plan.workspace_bytes =
-      static_cast<std::size_t>(all.doubles() + shared.doubles()) * sizeof(double);
-  plan.workspace_alignment = kAlignment;
-  return plan;
-}
-
 const char* unsupported_options(const AttentionProblem& problem) {
   if (problem.options.tf32) return "precision tf32: all arithmetic is float64 here";
   return unsupported(problem);
-}
-
-std::int32_t planned_workers(const BackendPlan& plan) {
-  return static_cast<std::int32_t>(plan.words[kWorkers]);
 }
 
 }  // namespace onchip::reference

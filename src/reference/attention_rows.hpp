@@ -1,66 +1,18 @@
 // What the reference's operators of exact attention share: rows in double, the logits of one query
-// row over its keys, its softmax, and the workspace of their plans.
+// row over its keys, and its softmax.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
 
 #include "core/attention.hpp"
-#include "core/backend.hpp"
-#include "core/settings.hpp"
+#include "core/rows.hpp"
+#include "reference/workspace.hpp"
 
 namespace onchip::reference {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
-constexpr std::size_t kAlignment = 64;
-
-// Workspace in doubles. Its size follows from shapes alone: a plan outlives the lengths it saw.
-class Layout {
- public:
-  void add(std::int64_t count, std::int64_t width = 1) { doubles_ += Wide{count} * width; }
-
-  // Rounded up so that what follows starts on its own cache line.
-  void finish_line() {
-    constexpr Wide kLine = kAlignment / sizeof(double);
-    doubles_ = (doubles_ + kLine - 1) / kLine * kLine;
-  }
-  void repeat(std::int64_t times) { doubles_ *= times; }
-
-  bool fits() const { return doubles_ <= kLimit; }
-  std::int64_t doubles() const { return static_cast<std::int64_t>(doubles_); }
-
- private:
-  __extension__ using Wide = __int128;
-  static constexpr Wide kLimit = Wide{1} << 56;  // more than any address space holds
-  Wide doubles_ = 0;
-};
-
-// Hands out consecutive pieces of a worker's workspace.
-class Scratch {
- public:
-  explicit Scratch(double* next) : next_(next) {}
-
-  double* take(std::int64_t count, std::int64_t width = 1) {
-    double* piece = next_;
-    next_ += count * width;
-    return piece;
-  }
-
- private:
-  double* next_;
-};
-
-inline double* as_doubles(std::byte* workspace) { return reinterpret_cast<double*>(workspace); }
-
-void load_row(const std::byte* from, DType dtype, std::int64_t dim, double* to);
-void load_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-              std::int64_t dim, double* to);
-void store_row(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-               std::int64_t dim, const double* from);
-void store_zeros(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
-                 std::int64_t dim);
 
 // Four running sums, because a single one would wait for every addition before it.
 double dot(const double* a, const double* b, std::int64_t dim);
@@ -130,24 +82,6 @@ void store_scalar(const RowScalarsView& scalars, std::int64_t batch, std::int64_
 void clear_slack_rows(const AttentionProblem& problem, RowAxis axis, const RowsView& rows,
                       std::int64_t heads, std::int64_t dim);
 void clear_slack_lse(const AttentionProblem& problem);
-
-// `worker`: of each of as many workers as there are tasks and threads; `shared`: once, in front.
-PlanResult plan_with(std::int64_t tasks, Layout worker, Layout shared);
-
-// Which of the plan's words says what.
-enum Word : std::size_t { kWorkers, kWorkerDoubles, kSharedDoubles };
-
-std::int32_t planned_workers(const BackendPlan& plan);
-
-template <typename Problem>
-const char* unsupported(const Problem& problem) {
-  if (problem.device.type != ONCHIP_DEVICE_CPU) return "works on CPU tensors only";
-  if (!is_float(problem.dtype)) return "takes float64, float32, float16 and bfloat16 only";
-  if (const std::string& reason = settings().num_threads_problem; !reason.empty()) {
-    return reason.c_str();
-  }
-  return nullptr;
-}
 
 const char* unsupported_options(const AttentionProblem& problem);
 
