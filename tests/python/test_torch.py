@@ -1,6 +1,8 @@
 """onchip.torch on CPU tensors: the same code serves CUDA tensors (test_torch_cuda.py)."""
 
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from torch_cases import (  # noqa: E402
 import onchip.torch  # noqa: E402
 from onchip.torch import attention  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 OPERATOR = "onchip.attention_forward.default"
 
 
@@ -243,6 +246,17 @@ def test_exported():
     targets = [str(node.target) for node in program.graph.nodes]
     assert targets.count(OPERATOR) == 1
     same(program.module()(*tensors), Module()(*tensors))
+
+
+# ---- documents
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/torch.md"])
+def test_examples_in_documents_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert any("onchip.torch" in block for block in blocks)
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})
 
 
 # ---- threads

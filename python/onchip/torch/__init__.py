@@ -8,6 +8,8 @@ GPU: calls may be captured in a CUDA graph and replayed. Inside `torch.compile` 
 `torch.ops.onchip.attention_forward` and `attention_backward` stand in the graph.
 """
 
+from onchip.torch import nn
 from onchip.torch._attention import attention
+from onchip.torch._sdpa import scaled_dot_product_attention
 
-__all__ = ["attention"]
+__all__ = ["attention", "nn", "scaled_dot_product_attention"]

@@ -1,0 +1,5 @@
+"""Layers made of the operators."""
+
+from onchip.torch.nn._attention import Attention
+
+__all__ = ["Attention"]
