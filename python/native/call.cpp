@@ -213,7 +213,8 @@ std::int32_t choice_of(const Place& place, nb::handle value,
 const char* name_of(const Place& place, nb::handle value) {
   constexpr const char* kWanted = "a name or None";
   std::string_view name;
-  if (!nb::try_cast(value, name)) refuse(place, describe_value(value), kWanted);
+  // The C struct takes an empty name for none.
+  if (!nb::try_cast(value, name) || name.empty()) refuse(place, describe_value(value), kWanted);
   if (name.find('\0') != std::string_view::npos) {
     refuse(place, "a name with a zero byte", kWanted);
   }

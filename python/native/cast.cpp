@@ -84,7 +84,8 @@ template <typename Source>
 void set_dtype(const Request& request, Tensor& result, const DTypeRow* exported, std::int64_t size,
                const Source& source) {
   const DTypeRow* row = request.reinterpreted == nullptr ? exported : request.reinterpreted;
-  if (row == nullptr) refuse(request.place, "dtype " + name_of(source), dtype_names());
+  if (row == nullptr)
+    refuse(request.place, "dtype " + name_of(source), dtypes_wanted(request.place));
   if (row->size != size) {
     refuse(request.place, "elements of " + std::to_string(size) + " bytes",
            "the " + std::to_string(row->size) + " bytes of " + row->name);
@@ -298,7 +299,7 @@ nb::object tensor_of_array(const char* op, const char* argument, nb::handle arra
   if (!dtype.is_none()) {
     request.reinterpreted = find_dtype(utf8(dtype));
     if (request.reinterpreted == nullptr) {
-      refuse(request.place, "dtype " + describe_value(dtype), dtype_names());
+      refuse(request.place, "dtype " + describe_value(dtype), dtypes_wanted(request.place));
     }
   }
   if (as_tensor(array) != nullptr) return nb::borrow(array);

@@ -11,6 +11,10 @@ namespace onchip_python {
 
 namespace {
 
+// nanobind keeps its state once a process. Loading the module in another interpreter would replace
+// it, and break the one that has the module already, before the module's own code ran.
+bool in_main_interpreter() { return PyInterpreterState_GetID(PyInterpreterState_Get()) == 0; }
+
 // nanobind registers a type once: a second import would get a module without Tensor and Call.
 void require_first_import() {
   static std::atomic<bool> imported{false};
@@ -39,7 +43,8 @@ nb::str kernels_text(const char* filter) {
 
 }  // namespace
 
-NB_MODULE(_native, module) {
+// Not the name that Python looks for: that is the function below, which comes first.
+NB_MODULE(_native_of_main, module) {
   require_first_import();
   // A thread that is in a call when the interpreter ends keeps its Tensors, as it should. The
   // module's domain is its own (CMakeLists.txt), so this silences nobody else.
@@ -77,3 +82,13 @@ NB_MODULE(_native, module) {
 }
 
 }  // namespace onchip_python
+
+extern "C" NB_EXPORT PyObject* PyInit__native() {
+  if (!onchip_python::in_main_interpreter()) {
+    PyErr_SetString(PyExc_ImportError,
+                    "onchip._native: got a sub-interpreter, wanted the main interpreter: onchip "
+                    "can be used in that one alone");
+    return nullptr;
+  }
+  return onchip_python::PyInit__native_of_main();
+}

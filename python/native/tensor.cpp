@@ -30,6 +30,28 @@ constexpr std::array<DTypeRow, 8> kDTypes = {{
     {"bool", ONCHIP_BOOL, 1, dlpack::kBool},
 }};
 
+// The library says what an argument takes instead of a dtype that it knows; these stand for the
+// dtypes that it cannot be told of.
+struct Wanted {
+  std::string_view argument;
+  const char* dtypes;
+};
+constexpr const char* kFloats = "float64, float32, float16 or bfloat16";
+constexpr const char* kLengths = "int32 or int64";
+constexpr std::array<Wanted, 11> kWanted = {{
+    {"bias", kFloats},
+    {"sink", kFloats},
+    {"alibi_slopes", kFloats},
+    {"mask", "bool"},
+    {"q_segment_ids", "int32"},
+    {"kv_segment_ids", "int32"},
+    {"dropout_rng", "int64"},
+    {"cu_seqlens_q", kLengths},
+    {"cu_seqlens_kv", kLengths},
+    {"seqlens_q", kLengths},
+    {"seqlens_kv", kLengths},
+}};
+
 // Shapes without data get addresses that no process has memory at, each its own range, so that
 // they overlap nothing.
 constexpr std::uint64_t kFirstAddress = std::uint64_t{1} << 56;
@@ -148,7 +170,8 @@ Tensor tensor_of_shape(const char* op, const char* argument, nb::handle shape, c
     if (*next_extent++ < 0) refuse(place, "a negative extent", "extents of 0 or more");
   }
   const DTypeRow* row = find_dtype(dtype);
-  if (row == nullptr) refuse(place, "dtype " + describe_value(nb::str(dtype)), dtype_names());
+  if (row == nullptr)
+    refuse(place, "dtype " + describe_value(nb::str(dtype)), dtypes_wanted(place));
   view.dtype = row->dtype;
   view.device_type = device_type;
   view.device_id = device_id;
@@ -161,8 +184,13 @@ Tensor tensor_of_shape(const char* op, const char* argument, nb::handle shape, c
 
 }  // namespace
 
-const char* dtype_names() {
-  return "float64, float32, float16, bfloat16, float8_e4m3, int64, int32 or bool";
+const char* dtypes_wanted(const Place& place) {
+  const auto* found = std::find_if(kWanted.begin(), kWanted.end(), [&](const Wanted& wanted) {
+    return std::string_view(place.argument) == wanted.argument;
+  });
+  return found == kWanted.end()
+             ? "float64, float32, float16, bfloat16, float8_e4m3, int64, int32 or bool"
+             : found->dtypes;
 }
 
 const DTypeRow* find_dtype(std::string_view name) {

@@ -18,8 +18,8 @@ struct DTypeRow {
   dlpack::TypeCode code;
 };
 
-// For "wanted".
-const char* dtype_names();
+// For "wanted": what an argument takes, of those there are.
+const char* dtypes_wanted(const Place& place);
 
 // NULL if there is no such one.
 const DTypeRow* find_dtype(std::string_view name);
@@ -50,7 +50,9 @@ inline nb::handle tensor_type;
 
 // `value` as a Tensor, NULL if it is something else. The type is final: no other type is one.
 inline Tensor* as_tensor(nb::handle value) {
-  return value.type().is(tensor_type) ? nb::inst_ptr<Tensor>(value) : nullptr;
+  // Tensor.__new__ alone makes an object without a Tensor in it.
+  return value.type().is(tensor_type) && nb::inst_ready(value) ? nb::inst_ptr<Tensor>(value)
+                                                               : nullptr;
 }
 
 // Called once, by the module.

@@ -13,6 +13,17 @@ from onchip.errors import InvalidArgument, Unsupported
 CPU = 1
 CUDA = 2
 
+_modules: dict[str, Any] = {}
+
+
+def _module(name: str) -> Any:
+    """A library that is loaded. It is kept: sys.modules is empty when the interpreter ends, and
+    `__del__` may call an operator then."""
+    module = _modules.get(name)
+    if module is None:
+        module = _modules[name] = sys.modules[name]
+    return module
+
 
 class ArraySpec(NamedTuple):
     """A shape and dtype without data: stands for an array in `onchip.explain`.
@@ -27,6 +38,9 @@ class ArraySpec(NamedTuple):
 
 class Kind:
     """One array library. `example` is the call's first array: results are like it."""
+
+    # What it uses, loaded where its arrays are.
+    modules: tuple[str, ...] = ()
 
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         """The array's memory, for reading."""
@@ -55,7 +69,7 @@ class Kind:
 
 
 def _numpy_dtype(name: str) -> Any:
-    numpy = sys.modules["numpy"]
+    numpy = _module("numpy")
     if name == "bfloat16":
         # NumPy has none of its own. A caller with bfloat16 arrays has ml_dtypes; one whose bias
         # alone is bfloat16 (a PyTorch tensor beside NumPy arrays) may not.
@@ -82,8 +96,10 @@ def _view_by_bytes(op: str, argument: str, array: Any, stream: int) -> _native.T
 
 
 class _NumPy(Kind):
+    modules: tuple[str, ...] = ("numpy",)
+
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
-        numpy = sys.modules["numpy"]
+        numpy = _module("numpy")
         if type(array) is not numpy.ndarray and isinstance(array, numpy.ma.MaskedArray):
             raise InvalidArgument(
                 f"{op}: {argument}: got a MaskedArray, wanted a plain array "
@@ -92,7 +108,7 @@ class _NumPy(Kind):
         return _view_by_bytes(op, argument, array, stream)
 
     def empty(self, shape: Sequence[int], dtype: str, example: Any) -> Any:
-        return sys.modules["numpy"].empty(shape, _numpy_dtype(dtype))
+        return _module("numpy").empty(shape, _numpy_dtype(dtype))
 
     def memory(self, array: Any) -> Any:
         return array.view("u2") if array.dtype.kind == "V" else array
@@ -104,11 +120,13 @@ class _Jax(_NumPy):
     seen, and imported again: JAX then knows which stream they become ready on, and the call waits
     for that, since JAX may reuse an input's memory as soon as its last holder lets go."""
 
+    modules = ("jax", "numpy")
+
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         return _native.tensor(op, argument, array, None, False, stream)
 
     def stream(self, example: Any) -> int:
-        if isinstance(example, sys.modules["jax"].core.Tracer):
+        if isinstance(example, _module("jax").core.Tracer):
             return 0  # refused when it is read
         device = self._device(example)
         if device.platform == "cpu":
@@ -120,13 +138,13 @@ class _Jax(_NumPy):
         device = self._device(example)
         if device.platform == "cpu":
             return super().empty(shape, dtype, example)
-        return sys.modules["jax"].numpy.empty(tuple(shape), dtype=dtype, device=device)
+        return _module("jax").numpy.empty(tuple(shape), dtype=dtype, device=device)
 
     def memory(self, array: Any) -> Any:
-        return super().memory(array) if isinstance(array, sys.modules["numpy"].ndarray) else array
+        return super().memory(array) if isinstance(array, _module("numpy").ndarray) else array
 
     def result(self, array: Any, example: Any) -> Any:
-        jax = sys.modules["jax"]
+        jax = _module("jax")
         if self._device(example).platform == "cpu":
             return jax.numpy.asarray(array)
         return jax.dlpack.from_dlpack(array).block_until_ready()
@@ -142,6 +160,8 @@ class _Jax(_NumPy):
 
 
 class _Torch(Kind):
+    modules = ("torch",)
+
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         if array.requires_grad:
             raise InvalidArgument(
@@ -155,10 +175,10 @@ class _Torch(Kind):
     def stream(self, example: Any) -> int:
         if not example.is_cuda:
             return 0
-        return int(sys.modules["torch"].cuda.current_stream(example.device).cuda_stream)
+        return int(_module("torch").cuda.current_stream(example.device).cuda_stream)
 
     def empty(self, shape: Sequence[int], dtype: str, example: Any) -> Any:
-        torch = sys.modules["torch"]
+        torch = _module("torch")
         name = "float8_e4m3fn" if dtype == "float8_e4m3" else dtype
         return torch.empty(tuple(shape), dtype=getattr(torch, name), device=example.device)
 
@@ -167,6 +187,8 @@ class _Torch(Kind):
 
 
 class _CuPy(Kind):
+    modules = ("cupy", "numpy")
+
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         return _view_by_bytes(op, argument, array, stream)
 
@@ -174,16 +196,16 @@ class _CuPy(Kind):
         return array.view("u2") if array.dtype.kind == "V" else array
 
     def stream(self, example: Any) -> int:
-        cuda = sys.modules["cupy"].cuda
+        cuda = _module("cupy").cuda
         with example.device:
             return int(cuda.get_current_stream().ptr)
 
     def empty(self, shape: Sequence[int], dtype: str, example: Any) -> Any:
         with example.device:
-            return sys.modules["cupy"].empty(shape, _numpy_dtype(dtype))
+            return _module("cupy").empty(shape, _numpy_dtype(dtype))
 
     def contiguous(self, array: Any) -> Any:
-        return sys.modules["cupy"].ascontiguousarray(array)
+        return _module("cupy").ascontiguousarray(array)
 
 
 class _ArrayApi(Kind):
@@ -258,6 +280,8 @@ def kind_of(array: object) -> Kind:
         # The array types of libraries are few; other types may be any number and are not kept.
         if kind is not _GENERIC:
             _known[type(array)] = kind
+            for name in kind.modules:
+                _module(name)
     return kind
 
 

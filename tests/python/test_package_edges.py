@@ -1,0 +1,133 @@
+"""The package where callers seldom go: other interpreters, an interpreter that ends, objects made
+past their constructor, names and dtypes that say nothing."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import onchip
+from onchip import _native
+
+X = np.ones((1, 4, 2, 8), np.float32)
+
+
+def run_script(script, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+SUBINTERPRETER = """
+import sys
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+
+def use():
+    import numpy, onchip
+    x = numpy.ones((1, 4, 1, 4), "float32")
+    assert "cpu" in onchip.explain("attention_forward", x, x, x)
+    try:
+        onchip.ops.attention_forward(x, x, x, causal=3)
+    except onchip.InvalidArgument:
+        print("used")
+
+if sys.argv[1] == "before":
+    use()
+other = interpreters.create()
+interpreters.run_string(other, '''
+try:
+    import onchip
+except ImportError as error:
+    print(error, flush=True)
+''')
+interpreters.destroy(other)
+use()
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_sub_interpreter_is_refused_and_harms_nobody(order):
+    done = run_script(SUBINTERPRETER, order)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert lines.count("used") == (2 if order == "before" else 1)
+    assert any("got a sub-interpreter, wanted the main interpreter" in line for line in lines)
+
+
+AT_EXIT = """
+import builtins
+import numpy, onchip
+
+class Late:
+    def __init__(self):
+        self.function = onchip.ops.attention_forward
+        self.x = numpy.ones((1, 4, 1, 4), "float32")
+        self.function(self.x, self.x, self.x)
+
+    def __del__(self):
+        o, lse = self.function(self.x, self.x, self.x)
+        print(o.shape, float(o[0, 3, 0, 3]))
+
+builtins.late = Late()
+"""
+
+
+def test_a_call_when_the_interpreter_ends():
+    done = run_script(AT_EXIT)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout == "(1, 4, 1, 4) 1.0\n"
+
+
+def test_objects_past_their_constructor_are_no_tensors():
+    empty = _native.Tensor.__new__(_native.Tensor)
+    whole = _native.tensor("op", "x", X, None, False, 0)
+    with pytest.raises(TypeError, match="q: wanted a Tensor"):
+        _native.Call("attention_forward", {"q": empty, "k": whole, "v": whole})
+    call = _native.Call("attention_forward", {"q": whole, "k": whole, "v": whole})
+    with pytest.raises(TypeError, match="o: wanted a Tensor"):
+        call.bind({"o": empty})
+
+
+FORWARD = "attention_forward"
+
+
+@pytest.mark.parametrize("window", [{1, 2}, {1: 2, 3: 4}, "12", 3, (1,), (1, 2, 3)])
+def test_a_window_is_a_pair_in_order(window):
+    for call in (onchip.ops.attention_forward, lambda *x, **o: onchip.explain(FORWARD, *x, **o)):
+        with pytest.raises(onchip.InvalidArgument, match=r"window: got .*wanted"):
+            call(X, X, X, window=window)
+
+
+def test_an_empty_name_is_no_backend():
+    for call in (onchip.ops.attention_forward, lambda *x, **o: onchip.explain(FORWARD, *x, **o)):
+        with pytest.raises(onchip.InvalidArgument, match="backend: got '', wanted a name or None"):
+            call(X, X, X, backend="")
+
+
+DTYPES = {
+    "mask": ("uint8", (1, 1, 4, 4), "bool"),
+    "bias": ("int16", (1, 1, 4, 4), "float64, float32, float16 or bfloat16"),
+    "sink": ("uint32", (2,), "float64, float32, float16 or bfloat16"),
+    "alibi_slopes": ("int8", (2,), "float64, float32, float16 or bfloat16"),
+    "q_segment_ids": ("uint8", (1, 4), "int32"),
+    "kv_segment_ids": ("int16", (1, 4), "int32"),
+    "dropout_rng": ("uint64", (2,), "int64"),
+    "cu_seqlens_q": ("uint32", (2,), "int32 or int64"),
+    "cu_seqlens_kv": ("int16", (2,), "int32 or int64"),
+    "seqlens_q": ("uint8", (1,), "int32 or int64"),
+    "seqlens_kv": ("int16", (1,), "int32 or int64"),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_dtype_that_onchip_has_not_names_those_wanted(name):
+    dtype, shape, wanted = DTYPES[name]
+    given = {name: np.zeros(shape, dtype)}
+    with pytest.raises(
+        onchip.InvalidArgument, match=f"{name}: got dtype {dtype}, wanted {wanted}$"
+    ):
+        onchip.ops.attention_forward(X, X, X, **given)
