@@ -8,6 +8,9 @@ endif()
 
 install(DIRECTORY include/onchip TYPE INCLUDE FILES_MATCHING PATTERN "*.h" PATTERN "*.hpp")
 install(TARGETS ${onchip_targets} EXPORT onchip_targets)
+if(ONCHIP_KERNEL_ARCHIVE_FILE)
+  install(FILES "${ONCHIP_KERNEL_ARCHIVE_FILE}" DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+endif()
 install(EXPORT onchip_targets NAMESPACE onchip:: DESTINATION "${onchip_config_dir}")
 
 configure_package_config_file(cmake/onchip-config.cmake.in "${PROJECT_BINARY_DIR}/onchip-config.cmake"

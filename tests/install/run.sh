@@ -1,5 +1,6 @@
 #!/bin/sh
-# run.sh <cmake> <build folder> <cc> <c++> <pkg-config> <version> <static built: 0 or 1>
+# run.sh <cmake> <build folder> <cc> <c++> <pkg-config> <version> <static built: 0 or 1> \
+#   <kernel archive built: 0 or 1>
 # Installs into a temporary prefix, moves the prefix, then builds and runs outside programs against it.
 set -eux
 cmake=$1
@@ -9,6 +10,7 @@ cxx=$4
 pkg_config=$5
 version=$6
 static=$7
+archive=$8
 here=$(cd "$(dirname "$0")" && pwd)
 work=$build/tests/install/work
 
@@ -35,6 +37,16 @@ export PKG_CONFIG_PATH
 "$cc" -std=c11 -Wall -Wextra -Wpedantic -Werror "$here/c_consumer/main.c" -o "$work/c_by_pkg_config" \
   $("$pkg_config" --cflags --libs onchip) -lm
 LD_LIBRARY_PATH=$library "$work/c_by_pkg_config"
+
+# Every registered kernel lies beside the library, if any does: nothing else can answer here.
+if [ "$archive" = 1 ]; then
+  # shellcheck disable=SC2046
+  "$cc" -std=c11 -Wall -Wextra -Wpedantic -Werror "$here/c_consumer/kernels.c" -o "$work/kernels" \
+    $("$pkg_config" --cflags --libs onchip)
+  LD_LIBRARY_PATH=$library ONCHIP_NVRTC=/nowhere ONCHIP_CACHE_DIR=off "$work/kernels"
+else
+  [ ! -e "$library/onchip_kernels.bin" ]
+fi
 
 configure_and_build() {
   "$cmake" -S "$here/$1" -B "$work/$1" "-DCMAKE_PREFIX_PATH=$prefix" "-DCMAKE_C_COMPILER=$cc" \

@@ -409,7 +409,8 @@ def test_kernels(run):
 
 
 def test_kernels_ahead_of_their_call(tmp_path):
-    """Compiles one kernel where there is NVRTC; else says that there is none."""
+    """From the archive, if this installation has one; else compiles one kernel where there is NVRTC,
+    and elsewhere says that there is none."""
     names = kernel_names()
     if not names:
         pytest.skip("this library has no GPU kernels")
@@ -424,12 +425,13 @@ def test_kernels_ahead_of_their_call(tmp_path):
 
     archive = tmp_path / "kernels.bin"
     done = [run("warm"), run("resources"), run("build", "--path", str(archive))]
-    problem = onchip.describe()["gpu"]["nvrtc"]["problem"]
-    if problem:
+    gpu = onchip.describe()["gpu"]
+    shipped = gpu["kernel_archive"]["kernels"] > 0
+    if gpu["nvrtc"]["problem"] and not shipped:
         for one in done:
             assert one.returncode == 1 and "NVRTC" in one.stderr
         return
     for one in done:
         assert one.returncode == 0, one.stderr
-    assert names[0] in done[1].stdout and "disk" in done[1].stdout
+    assert names[0] in done[1].stdout and ("archive" if shipped else "disk") in done[1].stdout
     assert archive.stat().st_size > 0

@@ -72,7 +72,12 @@ def wheel():
                 (clean / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, clean / name)
             # With build isolation: pyproject.toml has to name all that the build needs.
-            pip("wheel", "--no-deps", "--wheel-dir", str(made), ".", cwd=clean)
+            with_archive = "--config-settings=cmake.define.ONCHIP_KERNEL_ARCHIVE=ON"
+            pip(
+                *("wheel", "--no-deps", "--wheel-dir", str(made), with_archive, "."),
+                cwd=clean,
+                env=os.environ | {"ONCHIP_NVRTC": onchip.describe()["gpu"]["nvrtc"]["path"]},
+            )
             for old in kept.glob("[0-9a-f]" * 16):
                 shutil.rmtree(old)
             made.rename(folder)
@@ -134,7 +139,8 @@ def test_only_what_belongs_there(wheel, unpacked):
     assert all(name.endswith((".py", ".pyi", "/py.typed")) for name in package)
     info_folder = f"onchip-{onchip.__version__}.dist-info"
     extra = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
-    wanted = {"onchip/_native.abi3.so"} | {f"{info_folder}/{name}" for name in extra}
+    built = {"onchip/_native.abi3.so", "onchip/onchip_kernels.bin"}
+    wanted = built | {f"{info_folder}/{name}" for name in extra}
     assert found == package | wanted
     assert wheel.stat().st_size < LIMIT_BYTES
 
@@ -175,6 +181,16 @@ def test_commands_without_anything(environment):
     assert re.search(r"^  cpu +\S+", out, re.MULTILINE)
     out = run(script, "explain", "attention_forward", "--q", "2,1024,16,128", "--causal")
     assert re.match(r"attention_forward: \w+\n", out)
+
+
+def test_kernels_without_a_compiler(environment):
+    """All of them are in the archive beside the module."""
+    script = str(environment.parent / "onchip")
+    alone = {"ONCHIP_NVRTC": "/nowhere", "ONCHIP_CACHE_DIR": "off"}
+    listed = run(script, "kernels", "list").splitlines()[1:]
+    shown = run(script, "kernels", "resources", env=os.environ | alone).splitlines()[1:]
+    assert [line.split()[:2] for line in shown] == [[name, "archive"] for name in listed]
+    assert listed
 
 
 CALL = """
