@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import site
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 
 from onchip.bench.cases import AttentionCase
 from onchip.bench.implementations import chosen
+from onchip.bench.record import gpu_facts
 
 Result = dict[str, Any]
 
@@ -386,32 +386,6 @@ def add_pipe_use(results: list[Result], pipe_use: dict[str, float]) -> None:
     for result in results:
         if result["impl"].startswith("onchip") and result["case"] in pipe_use:
             result["pipe_use"] = pipe_use[result["case"]]
-
-
-def gpu_facts() -> Result:
-    """Of device 0, for the record's machine: what bounds its speed."""
-    fields = (
-        "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,power.draw,"
-        "temperature.gpu"
-    )
-    answer = subprocess.run(
-        ["nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    name, driver, *numbers = (part.strip() for part in answer.stdout.strip().split(","))
-    sm, memory, max_sm, limit, draw, celsius = (
-        float(x) if re.fullmatch(r"[\d.]+", x) else None for x in numbers
-    )
-    return {
-        "gpu": name,
-        "driver": driver,
-        "clocks": {"sm_mhz": sm, "memory_mhz": memory, "max_sm_mhz": max_sm},
-        "power_limit": limit,
-        "power_draw": draw,
-        "temperature": celsius,
-    }
 
 
 def main() -> None:

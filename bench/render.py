@@ -4,12 +4,12 @@ README.md. `python -m bench.render` writes them, `--check` fails if they are not
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from onchip.bench import table
+
 Record = dict[str, Any]
-Result = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "records"
@@ -29,104 +29,9 @@ def read_records(folder: Path) -> list[tuple[str, Record]]:
     return sorted(named, key=lambda item: (item[1]["created"], item[0]), reverse=True)
 
 
-def _kind(case: str) -> str:
-    return case.split("/")[0]
-
-
-def _of(record: Record, *kinds: str) -> list[Result]:
-    return [result for result in record["results"] if _kind(result["case"]) in kinds]
-
-
-def _operators(record: Record) -> list[Result]:
-    return [r for r in record["results"] if _kind(r["case"]) not in ("host", "first_call")]
-
-
-def _names(results: Iterable[Result], key: str) -> list[str]:
-    return list(dict.fromkeys(result[key] for result in results))
-
-
-def _best_peer(results: list[Result]) -> Result | None:
-    peers = [r for r in results if not r["impl"].startswith("onchip")]
-    return max(peers, key=lambda r: r["tflops"]) if peers else None
-
-
-def _cells(results: list[Result]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: a case a row, TFLOP/s of each implementation; of onchip also the
-    ratio to the best other one and the use of the tensor pipe."""
-    impls = _names(results, "impl")
-    with_pipe = any("pipe_use" in r for r in results)
-    head = ["case", *impls, "onchip / best other"]
-    head += ["pipe use"] if with_pipe else []
-    rows = []
-    for case in _names(results, "case"):
-        here = [r for r in results if r["case"] == case]
-        by_impl = {r["impl"]: r for r in here}
-        ours = next((r for r in here if r["impl"].startswith("onchip")), None)
-        best = _best_peer(here)
-        row = [case, *(_tflops(by_impl.get(impl)) for impl in impls)]
-        ratio = ours["tflops"] / best["tflops"] if ours and best else None
-        row.append("" if ratio is None else f"{ratio:.2f}")
-        if with_pipe:
-            use = ours.get("pipe_use") if ours else None
-            row.append("" if use is None else f"{100 * use:.1f} %")
-        rows.append(row)
-    return head, rows
-
-
-def _tflops(result: Result | None) -> str:
-    if result is None:
-        return ""
-    return f"{result['tflops']:.0f}" if result["tflops"] >= 10 else f"{result['tflops']:.3f}"
-
-
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def _plain(head: list[str], rows: list[list[str]]) -> list[str]:
-    table = [head, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-
-
-def _times(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Host times and first calls."""
-    rows = []
-    for result in _of(record, "host", "first_call"):
-        host = _kind(result["case"]) == "host"
-        value = f"{result['host_us']:.2f} µs" if host else f"{result['ms']:.1f} ms"
-        rows.append([result["case"], result["impl"], value])
-    return ["what", "by", "median"], rows
-
-
-def _precision(record: Record) -> tuple[list[str], list[list[str]]]:
-    rows = []
-    for result in _operators(record):
-        error = result["error"]
-        peak = result["peak_bytes"]
-        rows.append(
-            [
-                result["case"],
-                result["impl"],
-                f"{error['rms']:.2e}",
-                f"{error['max']:.2e}",
-                "" if peak is None else f"{peak / 2**20:.1f}",
-            ]
-        )
-    return ["case", "by", "RMS error", "largest error", "extra memory, MiB"], rows
-
-
-def text_table(record: Record) -> str:
-    """For a terminal."""
-    lines = _plain(*_cells(_operators(record)))
-    head, rows = _times(record)
-    if rows:
-        lines += ["", *_plain(head, rows)]
-    return "\n".join(lines)
 
 
 def _machine(record: Record) -> str:
@@ -137,17 +42,8 @@ def _machine(record: Record) -> str:
         parts.append(f"{machine['clocks']['sm_mhz']:.0f} MHz just after")
         parts.append(f"power limit {machine['power_limit']:.0f} W")
     else:
-        parts.append(f"{machine['cores']} cores")
+        parts.append(f"{machine.get('threads', machine['cores'])} threads")
     return ", ".join(parts)
-
-
-def _ceilings(record: Record) -> str:
-    words = []
-    for name, value in record["ceilings"].items():
-        what, _, unit = name.rpartition("_")
-        unit = {"tbps": "TB/s", "tflops": "TFLOP/s"}.get(unit, unit)
-        words.append(f"{what.replace('_', ' ')} {value:.3g} {unit}")
-    return ", ".join(words)
 
 
 def _section(name: str, record: Record) -> list[str]:
@@ -158,22 +54,23 @@ def _section(name: str, record: Record) -> list[str]:
         f"## {_machine(record)}, {record['created'][:10]}",
         "",
         f"Record `bench/records/{name}`, commit {commit}{dirty}. {versions}.",
-        f"Ceilings of the same run: {_ceilings(record)}.",
+        f"Ceilings of the same run: {table.ceilings(record)}.",
         "",
-        "TFLOP/s, median:",
-        "",
-        *_markdown(*_cells(_operators(record))),
     ]
-    head, rows = _times(record)
-    if rows:
-        lines += ["", *_markdown(head, rows)]
-    lines += ["", "Errors against fp64 on sampled rows:", "", *_markdown(*_precision(record))]
+    for title, (head, rows) in (
+        (f"{table.unit(record)}:", table.speeds(record)),
+        ("Decoding, GB/s:", table.bandwidths(record)),
+        ("Host times and first calls:", table.times(record)),
+        ("Errors against fp64 on sampled rows:", table.precision(record)),
+    ):
+        if rows:
+            lines += [title, "", *_markdown(head, rows), ""]
     for skipped in record["skipped"]:
         lines += [
-            "",
             f"Not measured: {skipped['impl']} on `{skipped['case']}`: {skipped['reason']}",
+            "",
         ]
-    return [*lines, ""]
+    return lines
 
 
 def performance_page(records: list[tuple[str, Record]]) -> str:
@@ -191,19 +88,31 @@ def performance_page(records: list[tuple[str, Record]]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def _readme_table(record: Record, of_record: Record) -> list[str]:
+    lines = [f"{table.unit(record)}, on {_machine(record)}, {record['created'][:10]}:", ""]
+    return [*lines, *_markdown(*table.speeds(of_record)), ""]
+
+
 def readme_part(records: list[tuple[str, Record]]) -> str:
-    """The newest record of a GPU, else the newest one."""
+    """The newest record of a GPU; the newest of a CPU that has a peer, its wider heads."""
     lines = [BEGIN, ""]
-    on_gpu = [item for item in records if item[1]["machine"]["gpu"]]
-    chosen = next(iter(on_gpu or records), None)
-    if chosen is None:
-        lines.append(f"{_NONE} Figures are rendered from records alone.")
+    newest = [record for _, record in records]
+    gpu = next(filter(table.on_gpu, newest), None)
+    cpu = next((r for r in newest if not table.on_gpu(r) and _has_peer(r)), None)
+    if gpu is not None:
+        lines += _readme_table(gpu, gpu)
+    if cpu is not None:
+        wide = [r for r in cpu["results"] if "d128/" in r["case"]]
+        lines += _readme_table(cpu, {**cpu, "results": wide or cpu["results"]})
+    if gpu is None and cpu is None:
+        lines += [f"{_NONE} Figures are rendered from records alone.", ""]
     else:
-        _, record = chosen
-        lines.append(f"TFLOP/s on {_machine(record)}, {record['created'][:10]}:")
-        lines += ["", *_markdown(*_cells(_operators(record)))]
-        lines += ["", "More, with errors and memory: [performance](docs/performance.md)."]
-    return "\n".join([*lines, "", END])
+        lines += ["More, with errors and memory: [performance](docs/performance.md).", ""]
+    return "\n".join([*lines, END])
+
+
+def _has_peer(record: Record) -> bool:
+    return any(not r["impl"].startswith("onchip") for r in record["results"])
 
 
 def with_part(readme: str, part: str) -> str:

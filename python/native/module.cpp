@@ -5,6 +5,7 @@
 #include "call.hpp"
 #include "cast.hpp"
 #include "errors.hpp"
+#include "peaks.hpp"
 #include "tensor.hpp"
 
 namespace onchip_python {
@@ -55,6 +56,7 @@ NB_MODULE(_native_of_main, module) {
   bind_tensor(module);
   bind_call(module);
   bind_cast(module);
+  bind_peaks(module);
   module.def("describe", [] { return text_of(onchip_describe); }, "The library as JSON text.");
   module.def("version", onchip_version, "The library's version.");
   module.def("set_num_threads", set_num_threads, nb::arg().none(),

@@ -85,6 +85,12 @@ def tensor(
     Raises InvalidArgument, naming op and argument.
     """
 
+def measure_peaks(num_threads: int) -> dict[str, float]:
+    """
+    What this machine reaches at best on as many threads: multiply-adds per instruction
+    set, bf16 dot products, reading and copying memory. Takes seconds and 512 MiB.
+    """
+
 def describe() -> str:
     """The library as JSON text."""
 

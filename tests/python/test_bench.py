@@ -7,9 +7,14 @@ import sys
 import numpy as np
 import pytest
 
-from onchip.bench import measure, memory, record
-from onchip.bench.cases import AttentionCase
+import onchip
+from onchip import _native
+from onchip.bench import cases, measure, memory, record
+from onchip.bench.cases import AttentionCase, StepCase
+from onchip.bench.errors import error_against_fp64
 from onchip.bench.implementations import IMPLEMENTATIONS, Implementation, chosen, plain_attention
+from onchip.bench.inputs import draw_inputs, paged
+from onchip.oracle import attention as oracle
 
 CASE = AttentionCase.parse("attention/fwd/fp32/h2d16/causal/b2s96")
 
@@ -36,11 +41,34 @@ def test_heads_and_batch_by_convention():
         "attention/fwd/fp32/d64/diagonal/s8",
         "attention/fwd/fp8/d64/causal/s8",
         "attention/fwd/fp32/d64/causal/s8/more",
+        "attention/fwd/fp32/h4k3d64/causal/s8",
+        "attention/step/fp32/d64/causal/s8",
+        "attention/step/fp32/d64/paged0/s8",
+        "attention/fwdbwd/fp32/d64/contiguous/s8",
     ],
 )
 def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match="wanted attention/fwd/"):
-        AttentionCase.parse(name)
+    with pytest.raises(ValueError, match="wanted a"):
+        cases.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "tensor_bytes"),
+    [
+        # 10 D a pair backward; q, o, d_o, dq of 4 heads, k, v, dk, dv of 2.
+        ("attention/bwd/bf16/h4k2d8/full/b3s32", 10 * 8 * 32**2 * 4 * 3, 2 * 4 * 6 * 8 * 32 * 3),
+        ("attention/fwdbwd/fp32/h2d8/causal/b1s32", 14 * 8 * 512 * 2, 4 * 6 * 4 * 8 * 32),
+        # Four keys a query, fewer in the first rows.
+        ("attention/fwd/fp16/h1d8/window3/b1s32", 4 * 8 * (4 * 28 + 10), 2 * 2 * 2 * 8 * 32),
+        ("attention/fwd/fp16/h1d8/window99/b1s32", 4 * 8 * 512, 2 * 2 * 2 * 8 * 32),
+        ("attention/step/bf16/h8k2d8/paged16/b3s100", 4 * 8 * 100 * 8 * 3, 2 * 2 * 2 * 8 * 100 * 3),
+        ("attention/step/fp32/h2d8/contiguous/b1s7", 4 * 8 * 7 * 2, 2 * 4 * 2 * 8 * 7),
+    ],
+)
+def test_what_a_case_costs(name, flops, tensor_bytes):
+    case = cases.parse(name)
+    assert cases.parse(case.name) == case
+    assert (case.flops, case.tensor_bytes) == (flops, tensor_bytes)
 
 
 def test_peak_is_seen_and_results_are_not_counted():
@@ -54,21 +82,146 @@ def test_peak_is_seen_and_results_are_not_counted():
 
 
 def test_the_error_is_that_of_the_output():
-    q, k, v = measure.draw_inputs(CASE, seed=1)
-    o = plain_attention(q, k, v, causal=True)
-    error = measure.error_against_fp64(CASE, q, k, v, o, seed=2)
+    inputs = draw_inputs(CASE, seed=1)
+    o = plain_attention(inputs.q, inputs.k, inputs.v, causal=True)
+    error = error_against_fp64(CASE, inputs, {"o": o}, seed=2)
     assert 0 < error["rms"] <= error["max"] < 2e-6
     assert error["max_ref"] > 1
 
     # The last row is always among the sampled ones.
     o[1, -1, 1, 3] += 0.5
-    spoiled = measure.error_against_fp64(CASE, q, k, v, o, seed=2)
+    spoiled = error_against_fp64(CASE, inputs, {"o": o}, seed=2)
     assert spoiled["max"] == pytest.approx(0.5, abs=1e-5)
+    o[0, 0, 0, 0] = np.nan
+    assert np.isnan(error_against_fp64(CASE, inputs, {"o": o}, seed=2)["max"])
 
     full = AttentionCase.parse("attention/fwd/fp32/h2d16/full/b2s96")
-    assert measure.error_against_fp64(full, q, k, v, o, seed=2)["max"] > 0.1
-    o = plain_attention(q, k, v, causal=False)
-    assert measure.error_against_fp64(full, q, k, v, o, seed=2)["max"] < 2e-6
+    o = plain_attention(inputs.q, inputs.k, inputs.v, causal=True)
+    assert error_against_fp64(full, inputs, {"o": o}, seed=2)["max"] > 0.1
+    o = plain_attention(inputs.q, inputs.k, inputs.v, causal=False)
+    assert error_against_fp64(full, inputs, {"o": o}, seed=2)["max"] < 2e-6
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window5"])
+def test_the_error_is_that_of_the_gradients(mask):
+    """More rows than one block, so that dk and dv are sums over blocks."""
+    case = cases.parse(f"attention/bwd/fp64/h2k1d4/{mask}/b1s1100")
+    inputs = draw_inputs(case, seed=1)
+    options = {"causal": case.causal, "window": (case.window_left, -1)}
+    exact = oracle.attention_backward(inputs.d_o, inputs.q, inputs.k, inputs.v, **options)
+    made = {name: getattr(exact, name) for name in ("dq", "dk", "dv")}
+    assert error_against_fp64(case, inputs, made, seed=3)["max"] < 1e-12
+    for name in made:
+        spoiled = {**made, name: made[name].copy()}
+        spoiled[name][0, -1, 0, 2] += 0.5
+        error = error_against_fp64(case, inputs, spoiled, seed=3)
+        assert error["max"] == pytest.approx(0.5, abs=1e-9)
+
+
+def test_inputs_lie_as_pytorch_wants_them():
+    inputs = draw_inputs(cases.parse("attention/bwd/bf16/h4k2d8/full/b2s6"), seed=0)
+    assert inputs.q.shape == inputs.d_o.shape == (2, 6, 4, 8)
+    assert inputs.k.shape == inputs.v.shape == (2, 6, 2, 8)
+    assert inputs.q.dtype.name == "bfloat16"
+    assert all(x.transpose(0, 2, 1, 3).flags.c_contiguous for x in (inputs.q, inputs.k, inputs.v))
+
+
+def test_pages_hold_the_rows():
+    case = StepCase.parse("attention/step/fp32/h2d4/paged8/b3s21")
+    inputs = draw_inputs(case, seed=0)
+    table = inputs.paged["page_table"]
+    assert table.shape == (3, 3) and sorted(table.reshape(-1)) == list(range(9))
+    cache = paged(inputs.k, table, 8)
+    assert cache.shape == (9, 8, 2, 4)
+    for sequence in range(3):
+        rows = cache[table[sequence]].reshape(24, 2, 4)
+        assert (rows[:21] == inputs.k[sequence]).all() and np.isnan(rows[21:]).all()
+
+
+def test_peaks():
+    peaks = _native.measure_peaks(1)
+    assert {"fma_fp32_portable_tflops", "read_tbps", "copy_tbps"} <= set(peaks)
+    assert all(value > 0 for value in peaks.values())
+    # A multiply-add loop that the compiler had thinned out would beat any machine's clock.
+    assert peaks["fma_fp32_portable_tflops"] < 16 * 2 * 8e9 / 1e12
+    assert measure.peak_tflops("fp32", peaks) == max(
+        value for name, value in peaks.items() if name.startswith("fma_fp32")
+    )
+    with pytest.raises(onchip.InvalidArgument, match=r"num_threads: got 0, wanted 1 to 1024"):
+        _native.measure_peaks(0)
+
+
+def test_peaks_by_dtype():
+    peaks = {"fma_fp32_avx2_tflops": 2.0, "fma_fp32_avx512_tflops": 3.0, "dot_bf16_x_tflops": 9.0}
+    found = {dtype: measure.peak_tflops(dtype, peaks) for dtype in cases.DTYPES}
+    assert found == {"fp64": 1.5, "fp32": 3.0, "fp16": 3.0, "bf16": 9.0}
+    assert measure.peak_tflops("bf16", {"fma_fp32_avx2_tflops": 2.0}) == 2.0
+    assert measure.peak_tflops("fp64", {}) is None
+
+
+def test_measured_together(monkeypatch):
+    """Interleaved, each as often; what cannot be measured says why."""
+    ran = []
+    sample = measure._Job.sample
+
+    def noted(job):
+        ran.append((job.case.name, job.name))
+        sample(job)
+
+    monkeypatch.setattr(measure._Job, "sample", noted)
+    back = cases.parse("attention/bwd/fp32/h2k1d16/window9/b1s80")
+    peaks = {"fma_fp32_x_tflops": 0.5}
+    shown = []
+    results, skipped = measure.measure_together(
+        [(CASE, ["onchip:cpu", "onchip:reference", "numpy:plain"]), (back, ["onchip:reference"])],
+        rounds=7,
+        peaks=peaks,
+        show=lambda done, note: shown.append(done),
+    )
+    assert skipped == []
+    assert [(r["case"], r["impl"]) for r in results] == [
+        (CASE.name, "onchip:cpu"),
+        (CASE.name, "onchip:reference"),
+        (CASE.name, "numpy:plain"),
+        (back.name, "onchip:reference"),
+    ]
+    rounds = [ran[i : i + 4] for i in range(0, 28, 4)]
+    assert len(rounds) == 7 and len({tuple(r) for r in rounds}) > 1
+    assert all(sorted(r) == sorted(rounds[0]) for r in rounds)
+    assert shown == sorted(shown) and 0 <= shown[0] < shown[-1] < 1
+    for result in results:
+        assert len(result["samples_ms"]) == 7
+        assert 0 < result["error"]["max"] < 1e-5
+        if result["backend"] == "reference":
+            assert "pipe_use" not in result
+        else:
+            best_s = min(result["samples_ms"]) / 1e3
+            wanted = CASE.flops / best_s / 0.5e12
+            assert result["pipe_use"] == pytest.approx(wanted)
+    with pytest.raises(ValueError, match="rounds: got 4, wanted 5"):
+        measure.measure_together([], rounds=4)
+
+
+def test_what_would_take_too_long_is_skipped():
+    slow = cases.parse("attention/fwd/fp32/h1d64/full/b1s30000")
+    results, skipped = measure.measure_together([(slow, ["onchip:reference"])], limit_s=0.5)
+    assert results == []
+    assert "more than 0.5 s" in skipped[0]["reason"]
+
+
+def test_what_is_refused_is_skipped_with_the_reason():
+    half = cases.parse("attention/fwd/fp16/h1d16/full/b1s8")
+    _, skipped = measure.measure_together([(half, ["numpy:plain"])])
+    assert skipped[0]["reason"] == "NumPy multiplies matrices in fp32 and fp64 only"
+
+
+def test_results_that_are_not_finite_are_an_error(monkeypatch):
+    def spoiled(q, k, v, causal):
+        return np.full_like(q, np.nan)
+
+    monkeypatch.setattr("onchip.bench.implementations.plain_attention", spoiled)
+    with pytest.raises(ArithmeticError, match="numpy:plain: results are not finite"):
+        measure.measure(CASE, "numpy:plain", budget_s=0.05, seed=0)
 
 
 @pytest.mark.parametrize("name", ["numpy:plain", "onchip:cpu"])
@@ -119,9 +272,8 @@ def test_no_chosen_backend_is_an_error():
 
 
 def test_a_failing_measurement_is_an_error():
-    double = AttentionCase.parse("attention/fwd/fp64/h2d16/causal/b2s96")
-    with pytest.raises(RuntimeError, match="got fp64, wanted fp32"):
-        measure.measure_in_own_process(double, "numpy:plain", budget_s=0.05)
+    with pytest.raises(RuntimeError, match="invalid choice: 'numpy:quick'"):
+        measure.measure_in_own_process(CASE, "numpy:quick", budget_s=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +288,7 @@ def test_a_record_is_written_whole(made, tmp_path):
     record.write(made, path)
     assert json.loads(path.read_text()) == made
     assert made["machine"]["cores"] > 0
+    assert made["machine"]["threads"] == onchip.get_num_threads()
     assert made["versions"]["numpy"] == np.__version__
     assert all(value > 0 for value in made["ceilings"].values())
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import onchip
+from bench import render
 from onchip import ArraySpec, _kinds, _native
+from onchip.bench import record
 from onchip.cli import commands, main
 from onchip.cli.signature import parameters
 
@@ -393,6 +395,115 @@ def test_verify_needs_its_packages(run, monkeypatch):
     status, out, err = run("verify")
     assert (status, out) == (1, "")
     assert err == "onchip: verify: ml_dtypes is not installed: pip install 'onchip[cli]'\n"
+
+
+# ---- bench
+
+
+CASE = "attention/fwd/fp32/h2d16/causal/b1s64"
+QUICK = ("--impl", "onchip:cpu,numpy:plain", "--threads", "1")
+
+
+@pytest.fixture
+def few_peaks(monkeypatch):
+    """Finding them takes seconds, and test_bench.py does it."""
+    peaks = {"fma_fp32_portable_tflops": 0.1, "read_tbps": 0.01}
+    monkeypatch.setattr("onchip.bench.record.ceilings", lambda: peaks)
+    yield peaks
+    onchip.set_num_threads(0)
+
+
+def test_bench(run, few_peaks, tmp_path):
+    out_path, plot_path = tmp_path / "record.json", tmp_path / "plot.svg"
+    grouped = "attention/fwd/fp32/h4k2d16/full/b1s40"
+    status, out, err = run(
+        *("bench", f"{CASE},{grouped}", *QUICK, "--rounds", "6"),
+        *("--out", str(out_path), "--plot", str(plot_path)),
+    )
+    assert (status, err) == (0, "")
+    made = json.loads(out_path.read_text())
+    record.check(made)
+    assert made["ceilings"] == few_peaks
+    assert made["machine"]["threads"] == 1
+    by_impl = {(r["case"], r["impl"]): r for r in made["results"]}
+    assert set(by_impl) == {(CASE, "onchip:cpu"), (CASE, "numpy:plain"), (grouped, "onchip:cpu")}
+    assert all(len(r["samples_ms"]) == 6 for r in made["results"])
+    assert [entry["case"] for entry in made["skipped"]] == [grouped]
+    assert f"not measured: numpy:plain, {grouped}: the plain formula" in out
+    assert "1 threads\nat best: fma fp32 portable 0.1 TFLOP/s, read 0.01 TB/s\n" in out
+    lines = [re.split(r"  +", line) for line in out.splitlines()]
+    row = next(cells for cells in lines if cells[0] == CASE)
+    best = {impl: min(by_impl[CASE, impl]["samples_ms"]) for impl in QUICK[1].split(",")}
+    assert row[3] == f"{best['numpy:plain'] / best['onchip:cpu']:.2f}"
+    assert row[4] == f"{100 * by_impl[CASE, 'onchip:cpu']['pipe_use']:.1f} %"
+    assert CASE in plot_path.read_text() and "onchip:cpu" in plot_path.read_text()
+    # A page can be rendered from it.
+    assert f"| {CASE} | {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in (
+        render.performance_page([("record.json", made)])
+    )
+
+
+def test_bench_of_flags(run, few_peaks):
+    status, out, _ = run(
+        *("bench", "--phase", "fwd,bwd", "--heads", "4k2", "--head-dim", "8", "--mask", "window5"),
+        *("--seqlen", "16,24", "--batch", "2", "--impl", "onchip:reference"),
+    )
+    assert status == 0
+    for phase in ("fwd", "bwd"):
+        for seqlen in (16, 24):
+            assert f"attention/{phase}/fp32/h4k2d8/window5/b2s{seqlen} " in out
+
+
+def test_bench_of_a_file(run, few_peaks, tmp_path):
+    file = tmp_path / "cases.txt"
+    file.write_text(f"# what matters\n{CASE}  # small\n\n{CASE}\n")
+    status, out, _ = run("bench", "--file", str(file), *QUICK)
+    assert status == 0
+    assert out.count(CASE) == 1
+    file.write_text(f"{CASE}\nattention/forward\n")
+    status, out, err = run("bench", "--file", str(file), *QUICK)
+    assert (status, out) == (1, "")
+    assert "cases.txt, line 2: case: got 'attention/forward', wanted attention/<fwd" in err
+    file.write_text("# nothing\n")
+    assert "has no case" in run("bench", "--file", str(file))[2]
+
+
+def test_bench_takes_what_is_here(run, few_peaks):
+    status, out, _ = run("bench", CASE)
+    assert status == 0
+    here = [f"onchip:{row['name']}" for row in onchip.describe()["backends"] if row["available"]]
+    # Backends on a GPU need PyTorch too.
+    assert {"onchip:cpu", "onchip:reference"} <= {name for name in here if name in out}
+    assert "numpy:plain" not in out
+    assert ("torch:sdpa" in out) == (importlib.util.find_spec("torch") is not None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["attention/fwd"], "case: got 'attention/fwd', wanted attention/<fwd|bwd|fwdbwd>/"),
+        ([CASE, "--dtype", "fp32"], "got cases in more than one way, wanted names, or --file, or"),
+        (["--mask", "diagonal"], "case: got 'attention/fwd/fp32/d64/diagonal/s1024', wanted "),
+        (["--file", "/no/such/file"], "file: /no/such/file: "),
+        ([CASE, "--impl", "onchip:gpu"], "impl: got 'onchip:gpu', wanted some of numpy:plain, "),
+        ([CASE, "--rounds", "4"], "rounds: got 4, wanted 5 at least"),
+        ([CASE, "--limit", "0"], "limit: got 0.0, wanted more than 0"),
+        ([CASE, "--seed", "-1"], "seed: got -1, wanted 0 or more"),
+        ([CASE, "--out", "x.txt"], "out: got 'x.txt', wanted a file name with .json"),
+        ([CASE, "--plot", "x.gif"], "plot: got 'x.gif', wanted a file name with .png, .svg, .pdf"),
+        ([CASE, "--out", "/no/such/x.json"], "out: got '/no/such/x.json', wanted a folder that"),
+    ],
+)
+def test_bench_refuses(run, words, message):
+    status, out, err = run("bench", *words)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"onchip: bench: {message}")
+
+
+def test_bench_refuses_a_number_of_threads(run):
+    status, out, err = run("bench", CASE, "--threads", "5000")
+    assert (status, out) == (1, "")
+    assert err.startswith("onchip: set_num_threads: num_threads: got 5000")
 
 
 def kernel_names():

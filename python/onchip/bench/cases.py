@@ -1,76 +1,188 @@
 """Cases: a name says everything that is measured, and is the same for every implementation.
 
-`<op>/<pass>/<dtype>/<dims>/<mask>/<lengths>`: `attention/fwd/fp32/h4d64/causal/b1s16384`. Without
-`h<heads>` there are 2048 / head_dim heads, without `b<batch>` 16,384 / seqlen sequences: the
-convention of published attention figures.
+`<op>/<pass>/<dtype>/<dims>/<mask or variant>/<lengths>`:
+
+    attention/fwd/fp32/h4d64/causal/b1s16384        forward; bwd: backward; fwdbwd: both
+    attention/fwd/bf16/h32k8d128/window256/s4096    32 query heads, 8 key heads; 256 keys back
+    attention/step/bf16/h64k8d128/paged16/b16s32768 decoding: one query, 32,768 keys in the cache
+
+Without `h<heads>` there are 2048 / head_dim heads, without `b<batch>` 16,384 / seqlen sequences:
+the convention of published attention figures. Without `k<heads>` there are as many key heads.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 _TOTAL_DIM = 2048
 _TOTAL_TOKENS = 16384
 _BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
-_NAME = re.compile(
-    r"attention/(?P<phase>fwd)/(?P<dtype>fp64|fp32|fp16|bf16)/(h(?P<heads>[1-9]\d*))?d(?P<dim>[1-9]\d*)"
-    r"/(?P<mask>full|causal)/(b(?P<batch>[1-9]\d*))?s(?P<seqlen>[1-9]\d*)"
+DTYPES = tuple(_BYTES)
+PHASES = ("fwd", "bwd", "fwdbwd")
+
+_DIMS = r"(h(?P<heads>[1-9]\d*)(k(?P<heads_kv>[1-9]\d*))?)?d(?P<dim>[1-9]\d*)"
+_LENGTHS = r"(b(?P<batch>[1-9]\d*))?s(?P<seqlen>[1-9]\d*)"
+_DTYPE = rf"(?P<dtype>{'|'.join(DTYPES)})"
+_ATTENTION = re.compile(
+    rf"attention/(?P<phase>{'|'.join(PHASES)})/{_DTYPE}/{_DIMS}"
+    rf"/(?P<mask>full|causal|window\d+)/{_LENGTHS}"
+)
+_STEP = re.compile(
+    rf"attention/step/{_DTYPE}/{_DIMS}/(contiguous|paged(?P<page_size>[1-9]\d*))/{_LENGTHS}"
+)
+_WANTED = (
+    "attention/<fwd|bwd|fwdbwd>/<dtype>/[h<heads>[k<key heads>]]d<head_dim>/"
+    "<full|causal|window<left>>/[b<batch>]s<seqlen>, or "
+    "attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>"
 )
 
 
-@dataclass(frozen=True)
-class AttentionCase:
-    """Self-attention: as many keys as queries, as many key heads as query heads."""
+def _sizes(match: re.Match[str]) -> dict[str, Any]:
+    dim, seqlen = int(match["dim"]), int(match["seqlen"])
+    heads = int(match["heads"] or max(1, _TOTAL_DIM // dim))
+    heads_kv = int(match["heads_kv"] or heads)
+    if heads % heads_kv:
+        raise ValueError(f"case: got {heads} heads, wanted a multiple of {heads_kv}")
+    return {
+        "dtype": match["dtype"],
+        "num_heads": heads,
+        "num_heads_kv": heads_kv,
+        "head_dim": dim,
+        "batch": int(match["batch"] or max(1, _TOTAL_TOKENS // seqlen)),
+        "seqlen": seqlen,
+    }
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
     phase: str
     dtype: str
     num_heads: int
+    num_heads_kv: int
     head_dim: int
-    mask: str
     batch: int
     seqlen: int
 
+    @property
+    def _dims(self) -> str:
+        grouped = "" if self.num_heads_kv == self.num_heads else f"k{self.num_heads_kv}"
+        return f"h{self.num_heads}{grouped}d{self.head_dim}"
+
+    @property
+    def shape_kv(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.seqlen, self.num_heads_kv, self.head_dim)
+
+    @property
+    def element_bytes(self) -> int:
+        return _BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase(_Case):
+    """Self-attention: as many keys as queries."""
+
+    mask: str
+
     @classmethod
     def parse(cls, name: str) -> "AttentionCase":
-        match = _NAME.fullmatch(name)
+        match = _ATTENTION.fullmatch(name)
         if match is None:
-            raise ValueError(
-                f"case: got {name!r}, wanted attention/fwd/<dtype>/[h<heads>]d<head_dim>/"
-                "<full|causal>/[b<batch>]s<seqlen>"
-            )
-        dim, seqlen = int(match["dim"]), int(match["seqlen"])
-        return cls(
-            phase=match["phase"],
-            dtype=match["dtype"],
-            num_heads=int(match["heads"] or max(1, _TOTAL_DIM // dim)),
-            head_dim=dim,
-            mask=match["mask"],
-            batch=int(match["batch"] or max(1, _TOTAL_TOKENS // seqlen)),
-            seqlen=seqlen,
-        )
+            raise ValueError(f"case: got {name!r}, wanted {_WANTED}")
+        return cls(phase=match["phase"], mask=match["mask"], **_sizes(match))
 
     @property
     def name(self) -> str:
         return (
-            f"attention/{self.phase}/{self.dtype}/h{self.num_heads}d{self.head_dim}/{self.mask}"
+            f"attention/{self.phase}/{self.dtype}/{self._dims}/{self.mask}"
             f"/b{self.batch}s{self.seqlen}"
         )
 
     @property
     def causal(self) -> bool:
-        return self.mask == "causal"
+        return self.mask != "full"
+
+    @property
+    def window_left(self) -> int:
+        """Keys before its own that a query sees; -1: all."""
+        return int(self.mask.removeprefix("window")) if self.mask.startswith("window") else -1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (self.batch, self.seqlen, self.num_heads, self.head_dim)
 
     @property
+    def pairs(self) -> float:
+        """Of a head and sequence: half of S^2 where half of the scores are masked."""
+        if 0 <= self.window_left < self.seqlen:
+            seen = self.window_left + 1
+            return seen * (self.seqlen - seen) + seen * (seen + 1) / 2
+        return self.seqlen**2 / 2 if self.causal else float(self.seqlen**2)
+
+    @property
     def flops(self) -> float:
-        """4 S^2 D a head and sequence, halved where half of the scores are masked."""
-        every_pair = 4.0 * self.seqlen**2 * self.head_dim * self.num_heads * self.batch
-        return every_pair / 2 if self.causal else every_pair
+        """4 D a pair forward, 10 D backward, whatever an implementation computes."""
+        times = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}[self.phase]
+        return times * 4.0 * self.pairs * self.head_dim * self.num_heads * self.batch
 
     @property
     def tensor_bytes(self) -> int:
-        """q, k, v read and o written, once each."""
-        return 4 * self.batch * self.seqlen * self.num_heads * self.head_dim * _BYTES[self.dtype]
+        """Inputs read and results written, once each."""
+        # Forward q, o and k, v; backward q, o, d_o, dq and k, v, dk, dv.
+        tensors = {"fwd": 2, "bwd": 4, "fwdbwd": 6}[self.phase]
+        rows = self.batch * self.seqlen * (self.num_heads + self.num_heads_kv)
+        return tensors * rows * self.head_dim * self.element_bytes
+
+    def small(self, seqlen: int) -> "AttentionCase":
+        """The same on so few rows that it costs next to nothing."""
+        return replace(self, seqlen=min(self.seqlen, seqlen), batch=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase(_Case):
+    """Decoding: each sequence has one query, and `seqlen` keys in its cache."""
+
+    page_size: int | None  # None: a contiguous cache
+
+    @classmethod
+    def parse(cls, name: str) -> "StepCase":
+        match = _STEP.fullmatch(name)
+        if match is None:
+            raise ValueError(f"case: got {name!r}, wanted {_WANTED}")
+        page_size = None if match["page_size"] is None else int(match["page_size"])
+        return cls(phase="step", page_size=page_size, **_sizes(match))
+
+    @property
+    def variant(self) -> str:
+        return "contiguous" if self.page_size is None else f"paged{self.page_size}"
+
+    @property
+    def name(self) -> str:
+        return (
+            f"attention/step/{self.dtype}/{self._dims}/{self.variant}/b{self.batch}s{self.seqlen}"
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the queries."""
+        return (self.batch, 1, self.num_heads, self.head_dim)
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * self.seqlen * self.head_dim * self.num_heads * self.batch
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Keys and values, read once."""
+        return 2 * self.batch * self.seqlen * self.num_heads_kv * self.head_dim * self.element_bytes
+
+    def small(self, seqlen: int) -> "StepCase":
+        return replace(self, seqlen=min(self.seqlen, seqlen), batch=1)
+
+
+Case = AttentionCase | StepCase
+
+
+def parse(name: str) -> Case:
+    """Raises ValueError for what is no name of a case."""
+    return StepCase.parse(name) if name.startswith("attention/step/") else AttentionCase.parse(name)

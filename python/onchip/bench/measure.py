@@ -1,125 +1,209 @@
-"""One case on one implementation, in a process of its own: time, peak extra memory, error.
+"""Cases on implementations: time, peak extra memory, error.
 
-`python -m onchip.bench.measure <case> <implementation>` prints the result as one line of JSON. A
-process of its own, so that memory kept from another measurement is not used unseen, and one that
-runs out of memory takes nothing else with it.
+`measure_together` measures all of them in one process, in random order, round after round: what
+disturbs the machine disturbs all alike. `python -m onchip.bench.measure <case> <implementation>`
+measures one in a process of its own, and prints the result as one line of JSON: memory kept from
+another measurement is then not used unseen, and one that runs out of memory takes nothing else with
+it.
 """
 
 import json
+import math
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from onchip.bench import cases, memory
+from onchip.bench.cases import Case, StepCase
+from onchip.bench.errors import error_against_fp64
+from onchip.bench.implementations import IMPLEMENTATIONS, Prepared, Skipped, absent
+from onchip.bench.inputs import Inputs, draw_inputs
 
-from onchip.bench import memory
-from onchip.bench.cases import AttentionCase
-from onchip.bench.implementations import IMPLEMENTATIONS, Array
+__all__ = ["Result", "Skipped", "measure", "measure_in_own_process", "measure_together"]
 
 Result = dict[str, Any]
+# done, of all, and a word on what comes next
+Show = Callable[[float, str], None]
 
-_SAMPLED_ROWS = 64
+MIN_ROUNDS = 5
 _MAX_SAMPLES = 15
-_WARM_UP_SEQLEN = 128
+_WARM_UP_SEQLEN = 256
+# PyTorch's threads spin for a while after their work.
+_PAUSE_S = 0.005
 
 
-class Skipped(Exception):
-    """The measurement cannot be made here; the text says why."""
+@dataclass
+class _Job:
+    case: Case
+    name: str
+    prepared: Prepared
+    peak_bytes: int | None
+    error: Result
+    samples_ms: list[float] = field(default_factory=list)
+
+    def sample(self) -> None:
+        start = time.perf_counter()
+        result = self.prepared.call()
+        self.prepared.finish()
+        self.samples_ms.append(1e3 * (time.perf_counter() - start))
+        del result
+
+    def result(self, peaks: dict[str, float]) -> Result:
+        ms = statistics.median(self.samples_ms)
+        return {
+            "case": self.case.name,
+            "impl": self.name,
+            "backend": self.prepared.backend,
+            "kernel": self.prepared.kernel,
+            "ms": ms,
+            "samples_ms": self.samples_ms,
+            "tflops": self.case.flops / ms / 1e9,
+            "gbps": self.case.tensor_bytes / ms / 1e6,
+            "peak_bytes": self.peak_bytes,
+            "error": self.error,
+            **_use(self, peaks),
+        }
 
 
-def draw_inputs(case: AttentionCase, seed: int) -> tuple[Array, Array, Array]:
-    if case.dtype != "fp32":
-        raise ValueError(f"dtype: got {case.dtype}, wanted fp32")
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal(case.shape, np.float32) for _ in range(3))
-    return q, k, v
+def _use(job: _Job, peaks: dict[str, float]) -> Result:
+    """The share of what the CPU reaches at best, by the best sample, as the peaks are."""
+    # The reference computes in fp64, whatever the dtype.
+    if not job.prepared.in_host_memory or job.prepared.backend == "reference":
+        return {}
+    best_s = min(job.samples_ms) / 1e3
+    if isinstance(job.case, StepCase):
+        read = peaks.get("read_tbps")
+        return {"bandwidth_use": job.case.tensor_bytes / best_s / 1e12 / read} if read else {}
+    peak = peak_tflops(job.case.dtype, peaks)
+    return {"pipe_use": job.case.flops / best_s / 1e12 / peak} if peak else {}
 
 
-def error_against_fp64(
-    case: AttentionCase, q: Array, k: Array, v: Array, o: Array, seed: int
-) -> Result:
-    """Of the first, the last and random other query rows: all rows at 16,384 would take minutes."""
-    rng = np.random.default_rng(seed)
-    count = min(_SAMPLED_ROWS, case.seqlen)
-    inner = rng.choice(case.seqlen, count, replace=False)
-    rows = np.unique(np.concatenate(([0, case.seqlen - 1], inner)))
-    hidden = np.arange(case.seqlen) > rows[:, None]
-    differences, largest = [], 0.0
-    for sequence in range(case.batch):
-        for head in range(case.num_heads):
-            q64, k64, v64 = (x[sequence, :, head].astype(np.float64) for x in (q, k, v))
-            scores = q64[rows] @ k64.T / np.sqrt(case.head_dim)
-            if case.causal:
-                scores[hidden] = -np.inf
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            wanted = weights @ v64 / weights.sum(axis=1, keepdims=True)
-            differences.append(o[sequence, rows, head] - wanted)
-            largest = max(largest, float(np.abs(wanted).max()))
-    difference: npt.NDArray[np.float64] = np.stack(differences)
-    return {
-        "vs": "fp64",
-        "max": float(np.abs(difference).max()),
-        "rms": float(np.sqrt(np.square(difference).mean())),
-        "max_ref": largest,
-        "rows": len(rows) * case.batch * case.num_heads,
-    }
+def peak_tflops(dtype: str, peaks: dict[str, float]) -> float | None:
+    """The highest peak that arithmetic on this dtype can reach; fp16 is computed in fp32."""
+    dot = [value for name, value in peaks.items() if name.startswith(f"dot_{dtype}_")]
+    fma = [value for name, value in peaks.items() if name.startswith("fma_fp32_")]
+    if dtype == "fp64":
+        return max(fma) / 2 if fma else None
+    return max(dot or fma, default=None)
 
 
-def measure(case: AttentionCase, implementation_name: str, budget_s: float, seed: int) -> Result:
-    implementation = IMPLEMENTATIONS[implementation_name]
-    if not implementation.installed:
-        raise Skipped(f"{implementation.package} is not installed")
+def _require(case: Case, name: str, seed: int, limit_s: float | None) -> None:
+    """Raises Skipped where the measurement cannot be made, or a call would take longer than
+    `limit_s`. Warms up the code."""
+    reason = absent(name)
+    if reason is not None:
+        raise Skipped(reason)
+    implementation = IMPLEMENTATIONS[name]
     available, needed = memory.available_bytes(), implementation.needed_bytes(case)
     if needed > available:
         raise Skipped(
             f"needs {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are free"
         )
-
-    small = replace(case, seqlen=min(case.seqlen, _WARM_UP_SEQLEN), batch=1)
-    implementation.prepare(small, *draw_inputs(small, seed)).call()
-
-    q, k, v = draw_inputs(case, seed)
-    prepared = implementation.prepare(case, q, k, v)
-    peak_bytes = memory.peak_extra_bytes(prepared.call, prepared.result_bytes)
-    samples_ms: list[float] = []
-    result = None
-    while len(samples_ms) < _MAX_SAMPLES and sum(samples_ms) < 1e3 * budget_s:
-        result = None
-        start = time.perf_counter()
-        result = prepared.call()
-        samples_ms.append(1e3 * (time.perf_counter() - start))
-    error = error_against_fp64(case, q, k, v, prepared.output(result), seed)
-
-    ms = statistics.median(samples_ms)
-    return {
-        "case": case.name,
-        "impl": implementation.name,
-        "backend": prepared.backend,
-        "kernel": prepared.kernel,
-        "ms": ms,
-        "samples_ms": samples_ms,
-        "tflops": case.flops / ms / 1e9,
-        "gbps": case.tensor_bytes / ms / 1e6,
-        "peak_bytes": peak_bytes,
-        "error": error,
-    }
+    small = case.small(_WARM_UP_SEQLEN)
+    warm = implementation.prepare(small, draw_inputs(small, seed))
+    warm.call()
+    warm.finish()
+    start = time.perf_counter()
+    warm.call()
+    warm.finish()
+    expected_s = (time.perf_counter() - start) * case.flops / small.flops
+    if limit_s is not None and expected_s > limit_s:
+        raise Skipped(f"a call would take about {expected_s:.0f} s, more than {limit_s:g} s")
 
 
-def measure_in_own_process(
-    case: AttentionCase, implementation_name: str, budget_s: float
-) -> Result:
+def _prepare(case: Case, name: str, inputs: Inputs, seed: int) -> _Job:
+    """With the first call made."""
+    prepared = IMPLEMENTATIONS[name].prepare(case, inputs)
+    made: list[Any] = []
+    peak_bytes = None
+    if prepared.in_host_memory:
+        peak_bytes = memory.peak_extra_bytes(
+            lambda: made.append(prepared.call()), prepared.result_bytes
+        )
+    else:
+        made.append(prepared.call())
+    error = error_against_fp64(case, inputs, prepared.outputs(made.pop()), seed)
+    if not math.isfinite(error["max"]):
+        raise ArithmeticError(f"{case.name}: {name}: results are not finite")
+    return _Job(case, name, prepared, peak_bytes, error)
+
+
+def set_threads(num_threads: int) -> None:
+    """Of onchip, and as many of PyTorch if it is here; 0: the start value of onchip."""
+    import onchip
+
+    onchip.set_num_threads(num_threads)
+    if IMPLEMENTATIONS["torch:sdpa"].installed:
+        import torch
+
+        torch.set_num_threads(onchip.get_num_threads())
+
+
+def measure_together(
+    wanted: Sequence[tuple[Case, Sequence[str]]],
+    *,
+    rounds: int = MIN_ROUNDS,
+    seed: int = 0,
+    limit_s: float | None = None,
+    peaks: dict[str, float] | None = None,
+    show: Show = lambda done, note: None,
+) -> tuple[list[Result], list[Result]]:
+    """Results, and what was skipped with the reason: of each case on each of its implementations.
+
+    `peaks` (`_native.measure_peaks`) are what the figures are a share of."""
+    if rounds < MIN_ROUNDS:
+        raise ValueError(f"rounds: got {rounds}, wanted {MIN_ROUNDS} at least")
+    jobs: list[_Job] = []
+    skipped: list[Result] = []
+    pairs = sum(len(names) for _, names in wanted)
+    steps, done = pairs * (1 + rounds), 0
+    for case, names in wanted:
+        inputs = None
+        for name in names:
+            show(done / steps, f"preparing {case.name}, {name}")
+            done += 1
+            try:
+                _require(case, name, seed, limit_s)
+                inputs = inputs or draw_inputs(case, seed)
+                jobs.append(_prepare(case, name, inputs, seed))
+            except (Skipped, MemoryError) as reason:
+                text = str(reason) if isinstance(reason, Skipped) else f"out of memory: {reason}"
+                skipped.append({"case": case.name, "impl": name, "reason": text})
+    order = random.Random(seed)
+    shuffled = list(jobs)
+    steps = pairs + len(jobs) * rounds
+    for number in range(rounds):
+        order.shuffle(shuffled)
+        for job in shuffled:
+            show(done / steps, f"round {number + 1} of {rounds}, {job.case.name}, {job.name}")
+            done += 1
+            time.sleep(_PAUSE_S)
+            job.sample()
+    return [job.result(peaks or {}) for job in jobs], skipped
+
+
+def measure(case: Case, name: str, budget_s: float, seed: int) -> Result:
+    """One case on one implementation; as many samples as `budget_s` has room for."""
+    _require(case, name, seed, None)
+    job = _prepare(case, name, draw_inputs(case, seed), seed)
+    while not job.samples_ms or (
+        len(job.samples_ms) < _MAX_SAMPLES and sum(job.samples_ms) < 1e3 * budget_s
+    ):
+        job.sample()
+    return job.result({})
+
+
+def measure_in_own_process(case: Case, name: str, budget_s: float) -> Result:
     """Raises Skipped where there is no result, with the reason; RuntimeError if the child fails."""
-    command = [sys.executable, "-m", "onchip.bench.measure", case.name, implementation_name]
+    command = [sys.executable, "-m", "onchip.bench.measure", case.name, name]
     child = subprocess.run(
-        [*command, "--budget", str(budget_s)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*command, "--budget", str(budget_s)], capture_output=True, text=True, check=False
     )
     if child.returncode == -signal.SIGKILL:
         raise Skipped("killed, most likely for want of memory")
@@ -135,7 +219,7 @@ def main() -> None:
     import argparse
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", type=AttentionCase.parse)
+    parser.add_argument("case", type=cases.parse)
     parser.add_argument("implementation", choices=sorted(IMPLEMENTATIONS))
     parser.add_argument("--budget", type=float, default=4.0, help="seconds to spend on timed calls")
     parser.add_argument("--seed", type=int, default=0)

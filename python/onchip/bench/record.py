@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -16,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
+import onchip
+from onchip import _native
+
 Record = dict[str, Any]
 
 SCHEMA = 1
 _PACKAGES = ("onchip", "numpy", "torch")
-_COPY_BYTES = 256 << 20
 _MATMUL_SIZE = 2048
 
 
@@ -70,7 +73,34 @@ def machine() -> Record:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "threads": onchip.get_num_threads(),
         "gpu": None,  # none takes part, unless the caller says so
+    }
+
+
+def gpu_facts() -> Record:
+    """Of device 0, for the record's machine: what bounds its speed."""
+    fields = (
+        "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,power.draw,"
+        "temperature.gpu"
+    )
+    answer = subprocess.run(
+        ["nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name, driver, *numbers = (part.strip() for part in answer.stdout.strip().split(","))
+    sm, memory, max_sm, limit, draw, celsius = (
+        float(x) if re.fullmatch(r"[\d.]+", x) else None for x in numbers
+    )
+    return {
+        "gpu": name,
+        "driver": driver,
+        "clocks": {"sm_mhz": sm, "memory_mhz": memory, "max_sm_mhz": max_sm},
+        "power_limit": limit,
+        "power_draw": draw,
+        "temperature": celsius,
     }
 
 
@@ -82,20 +112,19 @@ def versions() -> Record:
         except metadata.PackageNotFoundError:
             continue
     config: Any = np.show_config(mode="dicts")
+    found["compiler"] = onchip.describe()["compiler"]
     found["blas"] = config["Build Dependencies"]["blas"]["name"]
     return found
 
 
 def ceilings() -> Record:
-    """What NumPy reaches at best here, in the same run: bounds to read the figures against."""
-    source = np.ones(_COPY_BYTES // 4, np.float32)
-    target = np.empty_like(source)
-    copy_s = _best_time(lambda: np.copyto(target, source))
+    """What the CPU reaches at best here, in the same run, on the threads that onchip uses: bounds
+    to read the figures against. And what matrix products of NumPy's BLAS do."""
     a = np.ones((_MATMUL_SIZE, _MATMUL_SIZE), np.float32)
     product = np.empty_like(a)
     matmul_s = _best_time(lambda: np.matmul(a, a, out=product))
     return {
-        "copy_tbps": 2 * _COPY_BYTES / copy_s / 1e12,
+        **_native.measure_peaks(onchip.get_num_threads()),
         "matmul_fp32_tflops": 2 * _MATMUL_SIZE**3 / matmul_s / 1e12,
     }
 

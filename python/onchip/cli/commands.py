@@ -301,4 +301,53 @@ def verify(
     return run_verify(operator, backend, dtype, seed, count, seconds)
 
 
-COMMANDS: list[Callable[..., str]] = [doctor, explain, verify, kernels]
+def bench(
+    cases: Annotated[str | None, "names, with commas between them; see below"] = None,
+    *,
+    file: Annotated[str | None, "a file of names, one a line, # before remarks"] = None,
+    phase: Annotated[str | None, "fwd, bwd, fwdbwd; this and the next five: one or more"] = None,
+    dtype: Annotated[str | None, "fp64, fp32, fp16, bf16"] = None,
+    head_dim: Annotated[str | None, "such as 64,128"] = None,
+    mask: Annotated[str | None, "full, causal, window<keys back>"] = None,
+    seqlen: Annotated[str | None, "such as 1024,4096"] = None,
+    heads: Annotated[str | None, "of the queries, or 32k8: 8 key heads; absent: 2048 / dim"] = None,
+    batch: Annotated[int | None, "sequences; absent: 16384 / seqlen"] = None,
+    impl: Annotated[str | None, "implementations; absent: every one that is here"] = None,
+    rounds: Annotated[int, "samples of each, at least 5"] = 5,
+    threads: Annotated[int | None, "of the CPU; absent: as onchip starts with"] = None,
+    limit: Annotated[float, "seconds: what would take longer in a call is left out"] = 10.0,
+    seed: Annotated[int, "of inputs and order"] = 0,
+    out: Annotated[str | None, "write a record, .json"] = None,
+    plot: Annotated[str | None, "draw the figures, .png, .svg or .pdf"] = None,
+) -> str:
+    """Times cases on every backend that is here, and on PyTorch's attention if that is installed.
+
+    Everything runs in one process, warm, in random order, round after round. Shown are speed, the
+    ratio to PyTorch, and the share of what this machine reaches at best, which is measured first.
+
+    A case is attention/<fwd|bwd|fwdbwd>/<dtype>/[h<heads>[k<key heads>]]d<head_dim>/
+    <full|causal|window<left>>/[b<batch>]s<seqlen>, or, decoding,
+    attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>.
+
+    onchip bench --dtype fp32,bf16 --head-dim 64,128 --out record.json --plot figures.png
+    """
+    _require("bench", "numpy", *(["ml_dtypes", "matplotlib"] if plot else ["ml_dtypes"]))
+    from onchip.cli.bench import run_bench
+
+    return run_bench(
+        names=cases,
+        file=file,
+        flags=(phase, dtype, head_dim, mask, seqlen),
+        heads=heads,
+        batch=batch,
+        impl=impl,
+        rounds=rounds,
+        threads=threads,
+        limit=limit,
+        seed=seed,
+        out=out,
+        plot_path=plot,
+    )
+
+
+COMMANDS: list[Callable[..., str]] = [doctor, explain, verify, bench, kernels]

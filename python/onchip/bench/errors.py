@@ -1,0 +1,116 @@
+"""How far results are from fp64: of sampled rows, since all rows at 16,384 would take minutes."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onchip.bench.cases import AttentionCase, Case
+from onchip.bench.inputs import Array, Inputs
+
+Result = dict[str, Any]
+F64 = npt.NDArray[np.float64]
+
+_SAMPLED_ROWS = 64
+_BLOCK_ROWS = 1024
+
+
+def _seen(case: Case, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """[rows, keys]: which keys these queries see."""
+    keys = np.arange(case.seqlen)
+    if not isinstance(case, AttentionCase) or not case.causal:
+        return np.ones((len(rows), case.seqlen), bool)
+    seen = keys <= rows[:, None]
+    return seen & (keys >= rows[:, None] - case.window_left) if case.window_left >= 0 else seen
+
+
+def _softmax(case: Case, q: F64, k: F64, rows: npt.NDArray[np.int64]) -> tuple[F64, F64]:
+    """Probabilities of these queries, and the log of each one's denominator."""
+    scores = np.where(_seen(case, rows), q[rows] @ k.T / np.sqrt(case.head_dim), -np.inf)
+    largest = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - largest)
+    total = weights.sum(axis=1, keepdims=True)
+    return weights / total, (largest + np.log(total))[:, 0]
+
+
+class _Errors:
+    def __init__(self) -> None:
+        self.squares = 0.0
+        self.count = 0
+        self.largest = 0.0
+        self.largest_ref = 0.0
+        self.rows = 0
+
+    def add(self, got: Array, wanted: F64) -> None:
+        difference = got.astype(np.float64) - wanted
+        self.squares += float(np.square(difference).sum())
+        self.count += difference.size
+        # np.maximum keeps a NaN.
+        self.largest = float(np.maximum(self.largest, np.abs(difference).max()))
+        self.largest_ref = max(self.largest_ref, float(np.abs(wanted).max()))
+        self.rows += len(wanted)
+
+    def result(self) -> Result:
+        return {
+            "vs": "fp64",
+            "max": self.largest,
+            "rms": float(np.sqrt(self.squares / self.count)),
+            "max_ref": self.largest_ref,
+            "rows": self.rows,
+        }
+
+
+def _sampled(seqlen: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """The first, the last and random other rows."""
+    inner = rng.choice(seqlen, min(_SAMPLED_ROWS, seqlen), replace=False)
+    return np.unique(np.concatenate(([0, seqlen - 1], inner)))
+
+
+def _head(x: Array, sequence: int, head: int) -> F64:
+    wide: F64 = x[sequence, :, head].astype(np.float64)
+    return wide
+
+
+def _forward(case: Case, inputs: Inputs, o: Array, errors: _Errors, seed: int) -> None:
+    rows = _sampled(case.shape[1], np.random.default_rng(seed))
+    group = case.num_heads // case.num_heads_kv
+    for sequence in range(case.batch):
+        for head in range(case.num_heads):
+            q = _head(inputs.q, sequence, head)
+            k, v = (_head(x, sequence, head // group) for x in (inputs.k, inputs.v))
+            weights, _ = _softmax(case, q, k, rows)
+            errors.add(o[sequence, rows, head], weights @ v)
+
+
+def _backward(
+    case: AttentionCase, inputs: Inputs, made: dict[str, Array], errors: _Errors, seed: int
+) -> None:
+    """Rows of dq and of dk, dv, of the first key head of the first sequence: each of the latter
+    takes every query."""
+    rows = _sampled(case.seqlen, np.random.default_rng(seed))
+    k, v = _head(inputs.k, 0, 0), _head(inputs.v, 0, 0)
+    dk, dv = np.zeros((len(rows), case.head_dim)), np.zeros((len(rows), case.head_dim))
+    scale = case.head_dim**-0.5
+    for head in range(case.num_heads // case.num_heads_kv):
+        q, d_o = _head(inputs.q, 0, head), _head(inputs.d_o, 0, head)
+        for first in range(0, case.seqlen, _BLOCK_ROWS):
+            block = np.arange(first, min(first + _BLOCK_ROWS, case.seqlen))
+            p, _ = _softmax(case, q, k, block)
+            dp = d_o[block] @ v.T
+            ds = p * (dp - (p * dp).sum(axis=1, keepdims=True))
+            dv += p[:, rows].T @ d_o[block]
+            dk += scale * (ds[:, rows].T @ q[block])
+            here = np.isin(block, rows)
+            errors.add(made["dq"][0, block[here], head], scale * (ds[here] @ k))
+    errors.add(made["dk"][0, rows, 0], dk)
+    errors.add(made["dv"][0, rows, 0], dv)
+
+
+def error_against_fp64(case: Case, inputs: Inputs, made: dict[str, Array], seed: int) -> Result:
+    """Of o, or of dq, dk and dv together."""
+    errors = _Errors()
+    if isinstance(case, AttentionCase) and "dq" in made:
+        _backward(case, inputs, made, errors, seed)
+    else:
+        _forward(case, inputs, made["o"], errors, seed)
+    return errors.result()

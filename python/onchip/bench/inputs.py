@@ -1,0 +1,71 @@
+"""The arrays of a case: drawn once, for every implementation."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from onchip.bench.cases import Case, StepCase
+
+Array = Any  # a NumPy array of the case's dtype
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k, v `[batch, seqlen, heads, head_dim]`, views of memory in PyTorch's order of axes
+    (`[batch, heads, seqlen, head_dim]`): one memory for every implementation.
+
+    In a step, k and v are what the cache holds in the end, row by row; `paged` says how.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    d_o: Array | None = None
+    paged: dict[str, Array] = field(default_factory=dict)
+
+
+def dtype_of(name: str) -> Any:
+    if name == "bf16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype({"fp64": "float64", "fp32": "float32", "fp16": "float16"}[name])
+
+
+def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Array:
+    batch, seqlen, heads, dim = shape
+    drawn = rng.standard_normal((batch, heads, seqlen, dim), np.float32).astype(dtype, copy=False)
+    return drawn.transpose(0, 2, 1, 3)
+
+
+def draw_inputs(case: Case, seed: int) -> Inputs:
+    """Normal numbers, rounded to the case's dtype."""
+    rng = np.random.default_rng(seed)
+    dtype = dtype_of(case.dtype)
+    q, k, v = (_draw(rng, shape, dtype) for shape in (case.shape, case.shape_kv, case.shape_kv))
+    if isinstance(case, StepCase):
+        # As caches lie: a token's heads beside each other.
+        return Inputs(q, np.ascontiguousarray(k), np.ascontiguousarray(v), paged=_pages(rng, case))
+    return Inputs(q, k, v, None if case.phase == "fwd" else _draw(rng, case.shape, dtype))
+
+
+def _pages(rng: np.random.Generator, case: StepCase) -> dict[str, Array]:
+    """The page table of a cache whose pages lie in random order."""
+    if case.page_size is None:
+        return {}
+    pages = -(-case.seqlen // case.page_size)
+    order = rng.permutation(case.batch * pages).astype(np.int32)
+    return {"page_table": order.reshape(case.batch, pages)}
+
+
+def paged(rows: Array, page_table: Array, page_size: int) -> Array:
+    """`[batch, seqlen, heads, dim]` as pages `[pages, page_size, heads, dim]`; what is past the
+    last row of a sequence is NaN."""
+    batch, seqlen, heads, dim = rows.shape
+    pages = page_table.shape[1]
+    whole = np.full((batch, pages * page_size, heads, dim), np.nan, np.float32).astype(rows.dtype)
+    whole[:, :seqlen] = rows
+    cache = np.empty((batch * pages, page_size, heads, dim), rows.dtype)
+    cache[page_table.reshape(-1)] = whole.reshape(batch * pages, page_size, heads, dim)
+    return cache
