@@ -19,19 +19,27 @@ namespace {
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 constexpr std::int64_t kMaxHeadDim = 65536;  // keeps a worker's scratch below 128 MiB
 constexpr std::int64_t kMinTaskRows = 32;
+constexpr double kMaxPartsBytes = 32.0 * 1024.0 * 1024.0;
 
 struct Unit {
   std::size_t (*forward_scratch_bytes)(const ForwardShape& shape);
   void (*forward)(const ForwardTask& task, std::byte* scratch);
+  std::size_t (*forward_part_bytes)(const ForwardShape& shape);
+  void (*forward_part)(const ForwardTask& task, std::int64_t chunk, std::byte* part,
+                       std::byte* scratch);
+  void (*forward_join)(const ForwardTask& task, std::byte* parts, std::size_t part_bytes);
   void (*merge_row)(DType dtype, std::int64_t head_dim, const MergeRow& row);
   const char* forward_name;
+  const char* forward_wide_name;
   const char* merge_name;
 };
 
-#define ONCHIP_CPU_UNIT(isa)                                                                \
-  Unit {                                                                                    \
-    isa::attention_forward_scratch_bytes, isa::attention_forward, isa::attention_merge_row, \
-        "attention_forward/" #isa, "attention_merge/" #isa                                  \
+#define ONCHIP_CPU_UNIT(isa)                                                              \
+  Unit {                                                                                  \
+    isa::attention_forward_scratch_bytes, isa::attention_forward,                         \
+        isa::attention_forward_part_bytes, isa::attention_forward_part,                   \
+        isa::attention_forward_join, isa::attention_merge_row, "attention_forward/" #isa, \
+        "attention_forward/" #isa " in float64", "attention_merge/" #isa                  \
   }
 
 // Only of an instruction set that is available.
@@ -57,7 +65,15 @@ Unit unit_of(Isa isa) {
 #undef ONCHIP_CPU_UNIT
 
 // Which of the plan's words says what.
-enum Word : std::size_t { kIsa, kWorkers, kTaskRows, kScratchBytes, kTableBytes };
+enum Word : std::size_t {
+  kIsa,
+  kWorkers,
+  kTaskRows,
+  kScratchBytes,
+  kTableBytes,
+  kTaskParts,  // parts that the keys of a task are computed in, each by itself; 0: all by one worker
+  kPartBytes,
+};
 
 Isa planned_isa(const BackendPlan& plan) { return static_cast<Isa>(plan.words[kIsa]); }
 
@@ -102,10 +118,39 @@ std::int64_t group_size(const AttentionProblem& problem) {
   return problem.num_heads_kv == 0 ? 0 : problem.num_heads_q / problem.num_heads_kv;
 }
 
+// fp64 numbers can be beyond the range of the fp32 arithmetic of other inputs. A bias is too large
+// to look for them.
+bool has_wide_bias(const AttentionForwardProblem& problem) {
+  const ScoresView& bias = problem.options.bias;
+  return problem.dtype != DType::f64 && bias.wanted && bias.dtype == DType::f64;
+}
+
+bool may_be_wide(const AttentionForwardProblem& problem) {
+  const auto is_f64 = [](const HeadScalarsView& scalars) {
+    return scalars.wanted && scalars.dtype == DType::f64;
+  };
+  return has_wide_bias(problem) ||
+         (problem.dtype != DType::f64 &&
+          (is_f64(problem.options.sink) || is_f64(problem.options.alibi_slopes)));
+}
+
+// Whether one of the numbers of query heads [head, head + count) is beyond fp32.
+bool any_wide(const HeadScalarsView& scalars, std::int64_t sequence, std::int64_t head,
+              std::int64_t count) {
+  if (!scalars.wanted || scalars.dtype != DType::f64) return false;
+  for (std::int64_t h = head; h < head + count; ++h) {
+    const double x = std::fabs(load_as_double(scalars.at(sequence, h), scalars.dtype));
+    if (x > double{std::numeric_limits<float>::max()} && std::isfinite(x)) return true;
+  }
+  return false;
+}
+
 ForwardShape forward_shape(const AttentionForwardProblem& problem) {
   const AttentionOptions& options = problem.options;
   ForwardShape shape;
   shape.dtype = problem.dtype;
+  shape.seqlen_kv = problem.slot_kv;
+  shape.wide = may_be_wide(problem);
   shape.head_dim_qk = problem.head_dim_qk;
   shape.head_dim_v = problem.head_dim_v;
   shape.adjusts_scores = options.bias.wanted || options.mask.wanted ||
@@ -218,6 +263,10 @@ ForwardTask TaskTable::task(std::int64_t index) const {
   }
 
   const AttentionOptions& options = problem_.options;
+  const std::int64_t group = group_size(problem_);
+  task.wide = has_wide_bias(problem_) ||
+              (problem_.dtype != DType::f64 && (any_wide(options.sink, n, head, group) ||
+                                                any_wide(options.alibi_slopes, n, head, group)));
   task.scale = options.scale;
   task.softcap = options.softcap;
   task.diagonal_offset = problem_.diagonal_offset(s);
@@ -280,24 +329,43 @@ PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
   if (!choice.problem.empty()) return Reject{choice.problem, true};
   const Unit unit = unit_of(choice.isa);
   BackendPlan plan;
-  plan.kernel = unit.forward_name;
+  plan.kernel = has_wide_bias(problem) ? unit.forward_wide_name : unit.forward_name;
   plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);
   if (!has_output(problem)) return plan;
-  const ForwardShape shape = forward_shape(problem);
+  ForwardShape shape = forward_shape(problem);
 
   // From shapes alone: the lengths may have changed when the plan is run. More workers than tasks
   // would only cost memory.
   const std::int64_t rows = problem.slot_q * group_size(problem);
   const std::int64_t per_head = problem.packed ? ceil_div(rows, shape.task_rows) + problem.num_seqs
                                                : ceil_div(rows, shape.task_rows) * problem.num_seqs;
-  const std::int32_t workers = workers_for(per_head * problem.num_heads_kv);
-  const std::size_t scratch = rounded_up(unit.forward_scratch_bytes(shape));
+  const std::int64_t tasks = per_head * problem.num_heads_kv;
+  std::size_t scratch = rounded_up(unit.forward_scratch_bytes(shape));
+  std::size_t part = unit.forward_part_bytes(shape);
+  if (shape.wide) {
+    // Sized for either arithmetic: which one a task takes depends on values.
+    shape.wide = false;
+    scratch = std::max(scratch, rounded_up(unit.forward_scratch_bytes(shape)));
+    part = std::max(part, unit.forward_part_bytes(shape));
+  }
+  part = rounded_up(part);
+  // Few rows and many keys: workers share the keys of a task. How they do shows in no bit.
+  std::int64_t parts = 0;
+  const std::int64_t chunks = ceil_div(problem.slot_kv, kChunkKeys);
+  if (chunks > 1 && num_threads() > 1 && tasks < 4 * std::int64_t{num_threads()} &&
+      static_cast<double>(tasks * chunks) * static_cast<double>(part) <= kMaxPartsBytes) {
+    parts = chunks;
+  }
+  const std::int32_t workers = workers_for(tasks * std::max<std::int64_t>(parts, 1));
 
   plan.words[kWorkers] = static_cast<std::uint64_t>(workers);
   plan.words[kTaskRows] = static_cast<std::uint64_t>(shape.task_rows);
   plan.words[kScratchBytes] = scratch;
   plan.words[kTableBytes] = TaskTable::bytes(problem);
-  plan.workspace_bytes = plan.words[kTableBytes] + static_cast<std::size_t>(workers) * scratch;
+  plan.words[kTaskParts] = static_cast<std::uint64_t>(parts);
+  plan.words[kPartBytes] = part;
+  plan.workspace_bytes = plan.words[kTableBytes] + static_cast<std::size_t>(workers) * scratch +
+                         static_cast<std::size_t>(tasks * parts) * part;
   plan.workspace_alignment = kScratchAlignment;
   return plan;
 }
@@ -314,9 +382,30 @@ void run_attention_forward(const BackendPlan& plan, const AttentionForwardProble
                         context.workspace);
   std::byte* scratch = context.workspace + plan.words[kTableBytes];
   const std::size_t scratch_bytes = plan.words[kScratchBytes];
-  parallel_for(tasks.count(), planned_workers(plan), [&](std::int64_t index, std::int32_t worker) {
-    unit.forward(tasks.task(index), scratch + static_cast<std::size_t>(worker) * scratch_bytes);
-  });
+  const std::int32_t workers = planned_workers(plan);
+  const auto scratch_of = [&](std::int32_t worker) {
+    return scratch + static_cast<std::size_t>(worker) * scratch_bytes;
+  };
+  const auto num_parts = static_cast<std::int64_t>(plan.words[kTaskParts]);
+  if (num_parts == 0) {
+    parallel_for(tasks.count(), workers, [&](std::int64_t index, std::int32_t worker) {
+      unit.forward(tasks.task(index), scratch_of(worker));
+    });
+  } else {
+    const std::size_t part_bytes = plan.words[kPartBytes];
+    std::byte* parts = scratch_of(workers);
+    const auto part_of = [&](std::int64_t index, std::int64_t chunk) {
+      return parts + static_cast<std::size_t>(index * num_parts + chunk) * part_bytes;
+    };
+    parallel_for(tasks.count() * num_parts, workers, [&](std::int64_t at, std::int32_t worker) {
+      const std::int64_t index = at / num_parts;
+      const std::int64_t chunk = at % num_parts;
+      unit.forward_part(tasks.task(index), chunk, part_of(index, chunk), scratch_of(worker));
+    });
+    parallel_for(tasks.count(), workers, [&](std::int64_t index, std::int32_t) {
+      unit.forward_join(tasks.task(index), part_of(index, 0), part_bytes);
+    });
+  }
   clear_slack(problem);
 }
 

@@ -73,9 +73,20 @@ void load_rows(const std::byte* from, std::int64_t row_stride, std::int64_t dim,
     for (std::int64_t d = 0; d < dim; d += kCount) {
       // The tile's rows are padded to whole vectors.
       const int width = static_cast<int>(smaller(kCount, dim - d));
-      Simd<T>::store(target + d, load_vector<kStored>(source + d * kSize, width));
+      Simd<T>::store(target + d, load_numbers<kStored, T>(source + d * kSize, width));
     }
   }
+}
+
+template <typename T>
+bool all_finite(const T* row, std::int64_t dim) {
+  using S = Simd<T>;
+  Vec<T> zeros{};
+  std::int64_t d = 0;
+  for (; d + kLanes<T> <= dim; d += kLanes<T>) zeros = zeros + S::load(row + d) * Vec<T>{};
+  T rest = T{0};
+  for (; d < dim; ++d) rest += row[d] * T{0};
+  return rest == T{0} && !S::any(S::complement(S::equal(zeros, Vec<T>{})));
 }
 
 // q_t[d][lane] = scale * q[row of lane][d]
@@ -98,7 +109,7 @@ void load_queries(const ForwardTask& task, const RowTable& rows, std::int64_t fi
       const int width = static_cast<int>(smaller(kCount, task.head_dim_qk - d));
       Vec<T> square[kCount];
       for (int i = 0; i < kCount; ++i)
-        square[i] = load_vector<kStored>(source[i] + d * kSize, width);
+        square[i] = load_numbers<kStored, T>(source[i] + d * kSize, width);
       transpose<T>(square);
       for (int i = 0; i < width; ++i) {
         S::store(q_t + (d + i) * panel_rows + lane, square[i] * scale);
@@ -107,7 +118,8 @@ void load_queries(const ForwardTask& task, const RowTable& rows, std::int64_t fi
   }
 }
 
-// o[row of lane][d] = o_t[d][lane] / divisor[lane]
+// o[row of lane][d] = o_t[d][lane] / divisor[lane], or 0 where the divisor is 0: nothing had a weight
+// there, whatever met the weights 0.
 template <DType kStored, typename T>
 void store_outputs(const ForwardTask& task, const RowTable& rows, std::int64_t first,
                    std::int64_t valid, int vectors, const T* o_t, const T* divisor) {
@@ -124,6 +136,7 @@ void store_outputs(const ForwardTask& task, const RowTable& rows, std::int64_t f
           task.o.data + rows.head[r] * task.o.head_stride + rows.position[r] * task.o.row_stride;
     }
     const Vec<T> by = S::load(divisor + lane);
+    const auto empty = S::equal(by, Vec<T>{});
     for (std::int64_t d = 0; d < task.head_dim_v; d += kCount) {
       const int width = static_cast<int>(smaller(kCount, task.head_dim_v - d));
       Vec<T> square[kCount];
@@ -131,11 +144,12 @@ void store_outputs(const ForwardTask& task, const RowTable& rows, std::int64_t f
         // Past the last channel only lanes that are not stored. + 0 turns -0, which only depends on
         // what masked keys hold, into 0.
         const std::int64_t channel = d + (i < width ? i : width - 1);
-        square[i] = S::load(o_t + channel * panel_rows + lane) / by + Vec<T>{};
+        const Vec<T> o = S::load(o_t + channel * panel_rows + lane) / by + Vec<T>{};
+        square[i] = S::select(empty, Vec<T>{}, o);
       }
       transpose<T>(square);
       for (int i = 0; i < filled; ++i) {
-        store_vector<kStored>(target[i] + d * kSize, square[i], width);
+        store_numbers<kStored, T>(target[i] + d * kSize, square[i], width);
       }
     }
   }

@@ -42,6 +42,7 @@ struct UnitSegments {
 // r % seqlen_q of head r / seqlen_q. A task computes rows [row_begin, row_end).
 struct ForwardTask {
   DType dtype = DType::f32;
+  bool wide = false;  // arithmetic in fp64: a bias, slope or sink is beyond fp32's range, or may be
   std::int64_t head_dim_qk = 0;
   std::int64_t head_dim_v = 0;
   std::int64_t seqlen_q = 0;
@@ -73,14 +74,20 @@ struct ForwardTask {
 // Rows of a task of the forward pass at most. No result depends on how rows are cut into tasks.
 constexpr std::int64_t kMaxTaskRows = 256;
 
+// Keys that have an online softmax of their own in the forward pass, before it is merged with that
+// of the keys before. Part of what a row's bits depend on.
+constexpr std::int64_t kChunkKeys = 3072;
+
 // What the size of a worker's scratch memory depends on.
 struct ForwardShape {
   std::int64_t task_rows = kMaxTaskRows;
   DType dtype = DType::f32;
   std::int64_t head_dim_qk = 0;
   std::int64_t head_dim_v = 0;
+  std::int64_t seqlen_kv = 0;   // at most
   bool adjusts_scores = false;  // bias, mask, ALiBi or segment ids
   bool dropout = false;
+  bool wide = false;
 };
 
 struct MergeRow {
@@ -95,11 +102,15 @@ struct MergeRow {
 
 constexpr std::size_t kScratchAlignment = 64;
 
-#define ONCHIP_CPU_DECLARE_UNIT(isa)                                                 \
-  namespace isa {                                                                    \
-  std::size_t attention_forward_scratch_bytes(const ForwardShape& shape);            \
-  void attention_forward(const ForwardTask& task, std::byte* scratch);               \
-  void attention_merge_row(DType dtype, std::int64_t head_dim, const MergeRow& row); \
+#define ONCHIP_CPU_DECLARE_UNIT(isa)                                                              \
+  namespace isa {                                                                                 \
+  std::size_t attention_forward_scratch_bytes(const ForwardShape& shape);                         \
+  void attention_forward(const ForwardTask& task, std::byte* scratch);                            \
+  std::size_t attention_forward_part_bytes(const ForwardShape& shape);                            \
+  void attention_forward_part(const ForwardTask& task, std::int64_t chunk, std::byte* part,       \
+                              std::byte* scratch);                                                \
+  void attention_forward_join(const ForwardTask& task, std::byte* parts, std::size_t part_bytes); \
+  void attention_merge_row(DType dtype, std::int64_t head_dim, const MergeRow& row);              \
   }
 
 ONCHIP_CPU_DECLARE_UNIT(portable)

@@ -374,6 +374,24 @@ ONCHIP_INLINE Halves to_f16(Vec<float> x) {
 
 #endif
 
+#if ONCHIP_CPU_LEVEL >= 3
+
+// Vectors of pairs of bf16, one pair a lane, the first in the low half: sum + a_high b_high, then
+// + a_low b_low, two fused steps in fp32, to nearest even. Subnormal numbers, read or made, become 0.
+ONCHIP_INLINE Vec<float> dot_pairs(Vec<float> sum, Words a, Words b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Rounds to nearest even; subnormal numbers become 0.
+ONCHIP_INLINE Words to_pairs(Vec<float> low, Vec<float> high) {
+  const auto apart = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (Words)_mm512_permutexvar_epi16(order, apart);
+}
+
+#endif
+
 // ---- elements in memory -------------------------------------------------------------------------
 
 // The arithmetic of a stored type.
@@ -451,6 +469,31 @@ ONCHIP_INLINE void store_vector(std::byte* to, Vec<typename Arithmetic<kStored>:
   Element buffer[kCount];
   store_vector<kStored>(reinterpret_cast<std::byte*>(buffer), x);
   std::memcpy(to, buffer, static_cast<std::size_t>(count) * sizeof(Element));
+}
+
+// The same in an arithmetic other than the stored type's own, number by number.
+template <DType kStored, typename T>
+ONCHIP_INLINE Vec<T> load_numbers(const std::byte* from, int count) {
+  if constexpr (sizeof(T) == sizeof(typename Arithmetic<kStored>::T)) {
+    return load_vector<kStored>(from, count);
+  } else {
+    constexpr int kSize = sizeof(typename Arithmetic<kStored>::Element);
+    T buffer[kLanes<T>] = {};
+    for (int i = 0; i < count; ++i) {
+      buffer[i] = static_cast<T>(load_as_double(from + i * kSize, kStored));
+    }
+    return Simd<T>::load(buffer);
+  }
+}
+
+template <DType kStored, typename T>
+ONCHIP_INLINE void store_numbers(std::byte* to, Vec<T> x, int count) {
+  if constexpr (sizeof(T) == sizeof(typename Arithmetic<kStored>::T)) {
+    store_vector<kStored>(to, x, count);
+  } else {
+    constexpr int kSize = sizeof(typename Arithmetic<kStored>::Element);
+    for (int i = 0; i < count; ++i) store_from_double(to + i * kSize, kStored, x[i]);
+  }
 }
 
 // ---- transposition ------------------------------------------------------------------------------

@@ -14,52 +14,46 @@ constexpr int kPanelVectors = 2;
 constexpr int kRegisterRows = ONCHIP_CPU_LEVEL >= 2 ? 12 : 6;
 constexpr int kTailRows = 4;
 
-// s_t[j][lane] = sum_d k[j][d] q_t[d][lane] for kRegisterRows keys.
-template <typename T, int kVectors>
-[[gnu::noinline]] void score_tile(const T* q_t, std::int64_t head_dim, const T* k,
-                                  std::int64_t k_stride, T* s_t) {
-  using S = Simd<T>;
-  constexpr int kRows = kVectors * kLanes<T>;
-  Vec<T> sum[kRegisterRows][kVectors] = {};
-  // One address for three rows: with it, its next and next but one are addressing modes.
-  const T* row[kRegisterRows / 3];
-  unroll<kRegisterRows / 3>([&](auto i) { row[i] = k + 3 * i * k_stride; });
-  for (std::int64_t d = 0; d < head_dim; ++d) {
-    Vec<T> q[kVectors];
-    unroll<kVectors>([&](auto v) { q[v] = S::load(q_t + v * kLanes<T>); });
-    unroll<kRegisterRows>([&](auto j) {
-      const Vec<T> key = S::broadcast(row[j / 3][j % 3 * k_stride]);
-      unroll<kVectors>([&](auto v) { sum[j][v] = S::fma(key, q[v], sum[j][v]); });
-    });
-    unroll<kRegisterRows / 3>([&](auto i) { ++row[i]; });
-    q_t += kRows;
-  }
-  unroll<kRegisterRows>([&](auto j) {
-    unroll<kVectors>([&](auto v) { S::store(s_t + j * kRows + v * kLanes<T>, sum[j][v]); });
-  });
-}
+// Channels that one register sum of a score takes. A sum of 128 products of one sign in one go would
+// put their rounding errors, all in one direction, into lse.
+constexpr std::int64_t kSumChannels = 32;
 
-// The last keys of a range: kTailRows of them, of which only the first `count` exist. The rows of
-// s_t past them are written but never read.
-template <typename T, int kVectors>
-[[gnu::noinline]] void score_tail(const T* q_t, std::int64_t head_dim, const T* k,
+// s_t[j][lane] = sum_d k[j][d] q_t[d][lane] for kKeys keys, of which only the first `count` exist;
+// the rows of s_t past them are written but never read.
+template <typename T, int kVectors, int kKeys>
+[[gnu::noinline]] void score_tile(const T* q_t, std::int64_t head_dim, const T* k,
                                   std::int64_t k_stride, int count, T* s_t) {
   using S = Simd<T>;
   constexpr int kRows = kVectors * kLanes<T>;
-  Vec<T> sum[kTailRows][kVectors] = {};
-  const T* row[kTailRows];
-  unroll<kTailRows>([&](auto j) { row[j] = k + (j < count ? j : count - 1) * k_stride; });
-  for (std::int64_t d = 0; d < head_dim; ++d) {
-    Vec<T> q[kVectors];
-    unroll<kVectors>([&](auto v) { q[v] = S::load(q_t + d * kRows + v * kLanes<T>); });
-    unroll<kTailRows>([&](auto j) {
-      const Vec<T> key = S::broadcast(row[j][d]);
-      unroll<kVectors>([&](auto v) { sum[j][v] = S::fma(key, q[v], sum[j][v]); });
-    });
-  }
-  unroll<kTailRows>([&](auto j) {
-    unroll<kVectors>([&](auto v) { S::store(s_t + j * kRows + v * kLanes<T>, sum[j][v]); });
+  // One address for three rows: with it, its next and next but one are addressing modes.
+  constexpr int kStep = kKeys % 3 == 0 ? 3 : 1;
+  const T* row[kKeys / kStep];
+  unroll<kKeys / kStep>([&](auto i) {
+    const int key = kStep * i;
+    row[i] = k + (key < count ? key : count - 1) * k_stride;
   });
+  std::int64_t begin = 0;
+  do {
+    const std::int64_t end = smaller(begin + kSumChannels, head_dim);
+    Vec<T> sum[kKeys][kVectors] = {};
+    for (std::int64_t d = begin; d < end; ++d) {
+      Vec<T> q[kVectors];
+      unroll<kVectors>([&](auto v) { q[v] = S::load(q_t + v * kLanes<T>); });
+      unroll<kKeys>([&](auto j) {
+        const Vec<T> key = S::broadcast(row[j / kStep][j % kStep * k_stride]);
+        unroll<kVectors>([&](auto v) { sum[j][v] = S::fma(key, q[v], sum[j][v]); });
+      });
+      unroll<kKeys / kStep>([&](auto i) { ++row[i]; });
+      q_t += kRows;
+    }
+    unroll<kKeys>([&](auto j) {
+      unroll<kVectors>([&](auto v) {
+        T* at = s_t + j * kRows + v * kLanes<T>;
+        S::store(at, begin == 0 ? sum[j][v] : S::load(at) + sum[j][v]);
+      });
+    });
+    begin = end;
+  } while (begin < head_dim);
 }
 
 // A tile of K or V as the products read it.
@@ -74,11 +68,13 @@ void scores(const T* q_t, std::int64_t head_dim, const Tile<T>& k, int begin, in
   constexpr int kRows = kVectors * kLanes<T>;
   int j = begin;
   for (; j + kRegisterRows <= end; j += kRegisterRows) {
-    score_tile<T, kVectors>(q_t, head_dim, k.data + j * k.stride, k.stride, s_t + j * kRows);
+    score_tile<T, kVectors, kRegisterRows>(q_t, head_dim, k.data + j * k.stride, k.stride,
+                                           kRegisterRows, s_t + j * kRows);
   }
   for (; j < end; j += kTailRows) {
     const int count = static_cast<int>(smaller(kTailRows, end - j));
-    score_tail<T, kVectors>(q_t, head_dim, k.data + j * k.stride, k.stride, count, s_t + j * kRows);
+    score_tile<T, kVectors, kTailRows>(q_t, head_dim, k.data + j * k.stride, k.stride, count,
+                                       s_t + j * kRows);
   }
 }
 
