@@ -266,8 +266,9 @@ struct FakeDriver {
 
   std::map<std::string, int> calls;
   std::map<std::string, CuResult> fails;  // what a function returns instead
-  std::vector<CuContext> stack;           // contexts of the (one) thread
-  std::vector<std::string> loaded;        // machine code of modules, in order
+  std::map<std::string, CuResult> fails_once;
+  std::vector<CuContext> stack;     // contexts of the (one) thread
+  std::vector<std::string> loaded;  // machine code of modules, in order
   CuCaptureMode capture_mode = CuCaptureMode::global;
   std::vector<CuCaptureMode> mode_at_load;
   CuCaptureStatus capture_status = CuCaptureStatus::none;
@@ -292,6 +293,7 @@ inline CuContext fake_context(std::uintptr_t number) { return reinterpret_cast<C
 
 inline CuResult fake_call(const char* name) {
   ++fake().calls[name];
+  if (const auto once = fake().fails_once.extract(name); !once.empty()) return once.mapped();
   const auto at = fake().fails.find(name);
   return at == fake().fails.end() ? kCuSuccess : at->second;
 }

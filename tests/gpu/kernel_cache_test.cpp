@@ -327,6 +327,67 @@ TEST(KernelCache, FailedLoadUnderCaptureNamesTheWayOut) {
   EXPECT_TRUE(contains(thrown.text, "onchip kernels warm")) << thrown.text;
 }
 
+// An archive whose one kernel the driver refuses as long as `fails` says so.
+struct ForeignArchive {
+  TempDir dir;
+  FakeCompiler compiler;
+
+  std::string path() {
+    KernelCache maker(config(compiler));
+    const std::vector<KernelImage> images = {maker.image(test_spec(), {90, true})->image};
+    write_archive(dir.file("archive"), images);
+    return dir.file("archive");
+  }
+};
+
+TEST(KernelCache, WhatTheDriverRefusesOfTheArchiveIsCompiled) {
+  for (const CuResult refusal : {kCuInvalidImage, kCuNoBinaryForGpu}) {
+    ForeignArchive foreign;
+    KernelCache cache(config(foreign.compiler, "", foreign.path()));
+    const Driver driver = fake_driver();
+    const DeviceFacts facts = hopper_facts(0);
+    fake().fails_once["cuModuleLoadData"] = refusal;
+    {
+      const ContextScope scope(driver, facts);
+      EXPECT_NE(cache.function(driver, facts, scope, test_spec(), nullptr), nullptr);
+    }
+    EXPECT_EQ(fake().calls["cuModuleLoadData"], 2);
+    EXPECT_EQ(cache.counts().compiled, 1u);
+    EXPECT_EQ(cache.image(test_spec(), {90, true})->origin, ImageOrigin::compiler);
+    EXPECT_TRUE(contains(cache.archive_problem(), "is not loaded by this driver: CUDA_ERROR_FAKE"))
+        << cache.archive_problem();
+  }
+}
+
+TEST(KernelCache, WhatTheDriverRefusesOfTheArchiveIsAnErrorWithoutACompiler) {
+  ForeignArchive foreign;
+  const std::string path = foreign.path();
+  KernelCache cache(
+      {{test_files()}, "", "", path, [] { return CompilerState{nullptr, "no NVRTC here"}; }});
+  const Driver driver = fake_driver();
+  const DeviceFacts facts = hopper_facts(0);
+  fake().fails["cuModuleLoadData"] = kCuInvalidImage;
+  const ContextScope scope(driver, facts);
+  const Thrown thrown =
+      thrown_by([&] { cache.function(driver, facts, scope, test_spec(), nullptr); });
+  EXPECT_EQ(thrown.code, ONCHIP_COMPILE_FAILED);
+  EXPECT_TRUE(contains(thrown.text, "is not loaded by this driver")) << thrown.text;
+  EXPECT_TRUE(contains(thrown.text, "no NVRTC here")) << thrown.text;
+}
+
+TEST(KernelCache, OtherFailuresOfAnArchivedKernelAreNotCompiledAround) {
+  ForeignArchive foreign;
+  KernelCache cache(config(foreign.compiler, "", foreign.path()));
+  const int compiled = foreign.compiler.count;
+  const Driver driver = fake_driver();
+  const DeviceFacts facts = hopper_facts(0);
+  fake().fails["cuModuleLoadData"] = FakeDriver::kFailure;
+  const ContextScope scope(driver, facts);
+  EXPECT_EQ(thrown_by([&] { cache.function(driver, facts, scope, test_spec(), nullptr); }).code,
+            ONCHIP_DEVICE_ERROR);
+  EXPECT_EQ(foreign.compiler.count, compiled);
+}
+
 TEST(FunctionTable, FindsEachOfManyWhileOthersAdd) {
   FunctionTable table;
   constexpr std::int32_t kCount = 2000;

@@ -520,8 +520,8 @@ def test_kernels(run):
 
 
 def test_kernels_ahead_of_their_call(tmp_path):
-    """From the archive, if this installation has one; else compiles one kernel where there is NVRTC,
-    and elsewhere says that there is none."""
+    """From the archive, if this installation has one; else compiles one kernel where there is
+    NVRTC, and elsewhere says that there is none."""
     names = kernel_names()
     if not names:
         pytest.skip("this library has no GPU kernels")

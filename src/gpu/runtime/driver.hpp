@@ -21,6 +21,8 @@ using CuStream = struct CuStreamObject*;
 inline constexpr CuResult kCuSuccess = 0;
 inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuNoDevice = 100;
+inline constexpr CuResult kCuInvalidImage = 200;
+inline constexpr CuResult kCuNoBinaryForGpu = 209;
 
 enum class CuDeviceAttribute : std::int32_t {
   multiprocessor_count = 16,

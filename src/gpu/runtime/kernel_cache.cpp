@@ -127,7 +127,7 @@ std::shared_ptr<const CachedImage> KernelCache::image(const KernelSpec& spec,
   Slot& slot = this->slot(spec, architecture);
   const std::lock_guard lock(slot.mutex);
   if (slot.image == nullptr) {
-    slot.image = make_image(source(slot, spec, architecture), spec, architecture);
+    slot.image = make_image(source(slot, spec, architecture), spec, architecture, true);
     slot.obtainable.store(true, std::memory_order_release);
   }
   return slot.image;
@@ -135,11 +135,12 @@ std::shared_ptr<const CachedImage> KernelCache::image(const KernelSpec& spec,
 
 std::shared_ptr<const CachedImage> KernelCache::make_image(const KernelSource& source,
                                                            const KernelSpec& spec,
-                                                           Architecture architecture) {
+                                                           Architecture architecture,
+                                                           bool from_archive) {
   auto result = std::make_shared<CachedImage>();
   KernelImage& image = result->image;
   std::string archive_problem;
-  if (archive_.find(source.identity, image, archive_problem)) {
+  if (from_archive && archive_.find(source.identity, image, archive_problem)) {
     result->origin = ImageOrigin::archive;
     from_archive_.fetch_add(1, std::memory_order_relaxed);
     return result;
@@ -193,12 +194,13 @@ CuFunction KernelCache::function(const Driver& driver, const DeviceFacts& device
   if (function != nullptr) return function;
 
   const Architecture architecture = spec.kernel->architecture_for(device.compute_capability);
-  const std::shared_ptr<const CachedImage> made = image(spec, architecture);
+  // Made outside the lock: others may load meanwhile.
+  static_cast<void>(image(spec, architecture));
   const std::lock_guard lock(load_mutex_);
   function = functions_.find(spec, context.id());
   if (function != nullptr) return function;
   try {
-    function = load(driver, made->image, spec);
+    function = load(driver, spec, architecture);
   } catch (const Error& error) {
     std::string text = spec_text(spec) + ": " + error.what();
     if (is_capturing(driver, stream)) {
@@ -212,11 +214,41 @@ CuFunction KernelCache::function(const Driver& driver, const DeviceFacts& device
   return function;
 }
 
-CuFunction KernelCache::load(const Driver& driver, const KernelImage& image,
-                             const KernelSpec& spec) {
-  const RelaxedCaptureScope relaxed(driver);
+std::shared_ptr<const CachedImage> KernelCache::image_without_archive(const KernelSpec& spec,
+                                                                      Architecture architecture,
+                                                                      const std::string& why) {
+  const std::string problem =
+      config_.archive_path + ": " + spec_text(spec) + " is not loaded by this driver: " + why;
+  note_archive(problem);
+  Slot& slot = this->slot(spec, architecture);
+  const std::lock_guard lock(slot.mutex);
+  try {
+    slot.image = make_image(source(slot, spec, architecture), spec, architecture, false);
+  } catch (const Error& error) {
+    throw Error(error.code(), problem + "; " + error.what());
+  }
+  return slot.image;
+}
+
+CuModule KernelCache::load_module(const Driver& driver, const KernelSpec& spec,
+                                  Architecture architecture) {
+  std::shared_ptr<const CachedImage> made = image(spec, architecture);
   CuModule module = nullptr;
-  check_driver(driver, driver.cuModuleLoadData(&module, image.cubin.data()), "cuModuleLoadData");
+  CuResult result = driver.cuModuleLoadData(&module, made->image.cubin.data());
+  // The archive's compiler may be newer than the driver; the one that is here need not be.
+  if (made->origin == ImageOrigin::archive &&
+      (result == kCuInvalidImage || result == kCuNoBinaryForGpu)) {
+    made = image_without_archive(spec, architecture, driver_error_text(driver, result));
+    result = driver.cuModuleLoadData(&module, made->image.cubin.data());
+  }
+  check_driver(driver, result, "cuModuleLoadData");
+  return module;
+}
+
+CuFunction KernelCache::load(const Driver& driver, const KernelSpec& spec,
+                             Architecture architecture) {
+  const RelaxedCaptureScope relaxed(driver);
+  const CuModule module = load_module(driver, spec, architecture);
   try {
     CuFunction function = nullptr;
     check_driver(driver, driver.cuModuleGetFunction(&function, module, spec.kernel->entry),

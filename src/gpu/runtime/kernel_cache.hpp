@@ -119,8 +119,12 @@ class KernelCache {
   Slot& slot(const KernelSpec& spec, Architecture architecture);
   const KernelSource& source(Slot& slot, const KernelSpec& spec, Architecture architecture) const;
   std::shared_ptr<const CachedImage> make_image(const KernelSource& source, const KernelSpec& spec,
-                                                Architecture architecture);
-  CuFunction load(const Driver& driver, const KernelImage& image, const KernelSpec& spec);
+                                                Architecture architecture, bool from_archive);
+  std::shared_ptr<const CachedImage> image_without_archive(const KernelSpec& spec,
+                                                           Architecture architecture,
+                                                           const std::string& why);
+  CuModule load_module(const Driver& driver, const KernelSpec& spec, Architecture architecture);
+  CuFunction load(const Driver& driver, const KernelSpec& spec, Architecture architecture);
   void note_archive(std::string problem);
 
   Config config_;
