@@ -6,6 +6,7 @@ kernel_check.py build       compiles every spec the phases use into build/cubins
 kernel_check.py tile        tests/tile: the primitives
 kernel_check.py debug       a few cases with bounded waits: a deadlock names role, barrier, phase
 kernel_check.py check       all cases against fp64, outputs and everything outside poisoned
+kernel_check.py guard       cases whose tensors begin and end where nothing is mapped
 kernel_check.py repeat      1,000 runs, bitwise equal
 kernel_check.py small       a few small cases, for compute-sanitizer --kernel-name
                             kernel_substring=attention_forward; not one of "every phase"
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import attention_plan
 
 OUT = Path(os.environ.get("OUT", attention_plan.ROOT / "build"))
-LIMITS = {"tile": 60, "debug": 90, "check": 240, "repeat": 90, "time": 170}
+LIMITS = {"tile": 60, "debug": 90, "check": 240, "guard": 90, "repeat": 90, "time": 170}
 
 # ---- reference
 
@@ -132,6 +133,13 @@ class Case:
 
         dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float16
         batch = 1 if self.packed else self.batch
+        if self.layout in ("guard before", "guard behind"):
+            import guard_pages
+
+            view = guard_pages.tensor(
+                (batch, rows, heads, dim), dtype, value, self.layout == "guard behind"
+            )
+            return view, view
         wide = -(-dim // 8) * 8 + (8 if self.layout != "bshd" else 0)
         if self.layout == "bhsd":
             buffer = torch.full((batch, heads, rows + 5, wide), value, dtype=dtype, device="cuda")
@@ -497,6 +505,23 @@ def phase_check():
     return result
 
 
+def phase_guard():
+    """Above all packed ones: their maps' base addresses lie below the tensors."""
+    import guard_pages
+
+    problem = guard_pages.probe()
+    if problem:
+        return 0, [f"the guards do not hold: {problem}"]
+    cases = []
+    for layout in ("guard before", "guard behind"):
+        for case in [*varlen_cases(), *list(dense_cases())[::5]]:
+            if case.layout == "bshd" and not any(d % 8 for d in case.dims):
+                case.layout = layout
+                case.name += f", {layout}"
+                cases.append(case)
+    return run_cases(cases, False)
+
+
 def probe_zero_stride():
     """Whether the driver takes a tensor map with a stride of 0."""
     import driver
@@ -701,7 +726,7 @@ def phase_build():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    phases = ("build", "tile", "debug", "check", "repeat", "time")
+    phases = ("build", "tile", "debug", "check", "guard", "repeat", "time")
     parser.add_argument("phase", nargs="?", choices=(*phases, "small"))
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
@@ -722,6 +747,7 @@ def main():
         "tile": phase_tile,
         "debug": phase_debug,
         "check": phase_check,
+        "guard": phase_guard,
         "repeat": phase_repeat,
         "small": phase_small,
         "time": lambda: phase_time(options.rounds),
