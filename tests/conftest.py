@@ -46,11 +46,12 @@ def _poison_outputs_and_workspace():
 
 def pytest_generate_tests(metafunc):
     """`backend` runs a test on every backend, `grad_backend` on those that have a backward,
-    `merge_backend` on those that have merge."""
+    `merge_backend` on those that have merge, `decode_backend` on those that decode."""
     lists = {
         "backend": "BACKENDS",
         "grad_backend": "BACKWARD_BACKENDS",
         "merge_backend": "MERGE_BACKENDS",
+        "decode_backend": "DECODE_BACKENDS",
     }
     for name, backends in lists.items():
         if name in metafunc.fixturenames:

@@ -4,7 +4,7 @@
  * defaults and errors. Conventions:
  *
  *  - A tensor is a `const onchip_tensor*`; NULL means absent. Outputs are described the same way
- *    and written through `data`. Inputs are never written.
+ *    and written through `data`. Inputs are never written, caches excepted.
  *  - Every operator X has three steps: fill a `*_args` struct, `onchip_X_plan` (checks the whole
  *    contract, picks a backend, says how much workspace is needed; touches no tensor data on a
  *    device), `onchip_X_run` (computes on the caller's stream, in the caller's workspace).
@@ -111,7 +111,12 @@ typedef struct onchip_plan {
 
 /* Operators, for onchip_explain. */
 typedef int32_t onchip_operator;
-enum { ONCHIP_ATTENTION_FORWARD = 1, ONCHIP_ATTENTION_BACKWARD = 2, ONCHIP_ATTENTION_MERGE = 3 };
+enum {
+  ONCHIP_ATTENTION_FORWARD = 1,
+  ONCHIP_ATTENTION_BACKWARD = 2,
+  ONCHIP_ATTENTION_MERGE = 3,
+  ONCHIP_ATTENTION_DECODE = 4
+};
 
 /* ---- exact attention (docs/semantics.md, section 2) ------------------------------------------ */
 
@@ -228,6 +233,54 @@ typedef struct onchip_attention_merge_args {
 #define ONCHIP_ATTENTION_MERGE_ARGS_INIT \
   {sizeof(onchip_attention_merge_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 
+/* Attention of new queries over keys and values in a cache, to which the call may append: rotate q
+ * and k_new, write k_new and v_new behind the cached rows, attend to all rows then there.
+ *   q, o, lse as forward's; batch = num_seqs. "New" rows are those of k_new.
+ *   k_cache [slots, capacity, Hkv, Dqk], v_cache [slots, capacity, Hkv, Dv], or, with page_table,
+ *   [pages, page_size, Hkv, ..]. Written where k_new is given, and then, like outputs, apart from
+ *   themselves and every other tensor; else inputs. v_cache may be k_cache's first Dv channels (one
+ *   address, the same outer strides): k_new then brings both, and v_new is absent.
+ *   cache_seqlens: rows in the cache before the append; Sk of every formula is the length after.
+ *   k_new [batch, Sk_new, Hkv, Dqk], v_new likewise; packed [total_new, Hkv, ..]. Row t goes to
+ *   cache_seqlens + t. The options' cu_seqlens_kv and seqlens_kv count new rows.
+ *   cache_slot: slot n is batch row n's where absent. -1: the row is skipped (o = 0, lse = -inf,
+ *   nothing else read or written). With page_table other values only say "not skipped".
+ *   page_table: entry e holds keys e page_size and on; past ceil(Sk / page_size) none is read.
+ *   Nobody may append to a row that another one of the call reads or writes.
+ *   rotary_cos, rotary_sin: new row t stands at cache_seqlens + t, query i at q_positions or else
+ *   Sk - Sq + i. Channels x, y of a pair become x cos - y sin, x sin + y cos, rounded to their
+ *   dtype; pair c is channels c and c + rotary_dim/2, or, interleaved, 2c and 2c + 1. Channels past
+ *   rotary_dim <= Dqk pass through.
+ *   Options: no dropout. bias and mask [batch|1, Hq|1, Sq|1, Sk|1], kv_segment_ids [batch, Sk], by
+ *   position in the sequence: the last axis covers the longest sequence, or more. */
+typedef struct onchip_attention_decode_args {
+  size_t struct_size;
+  const onchip_tensor* q;
+  const onchip_tensor* k_cache;
+  const onchip_tensor* v_cache;
+  const onchip_tensor* cache_seqlens; /* int32 [batch] */
+  const onchip_tensor* k_new;         /* NULL = nothing is appended */
+  const onchip_tensor* v_new;
+  const onchip_tensor* page_table; /* int32 [batch, max_pages]; NULL = contiguous caches */
+  const onchip_tensor* cache_slot; /* int32 [batch] */
+  const onchip_tensor* rotary_cos; /* q's dtype or fp32, [max_pos, rotary_dim / 2]; with the next */
+  const onchip_tensor* rotary_sin; /* as rotary_cos */
+  const onchip_tensor* q_positions; /* int32 or int64 [batch, Sq], packed [total_q] */
+  const onchip_tensor* o;
+  const onchip_tensor* lse;
+  const onchip_attention_options* options; /* NULL = all defaults */
+  int32_t rotary_interleaved;              /* 0 or 1 */
+  int32_t reserved;                        /* 0 */
+} onchip_attention_decode_args;
+
+/* clang-format off */
+#define ONCHIP_ATTENTION_DECODE_ARGS_INIT \
+  { \
+    sizeof(onchip_attention_decode_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+        NULL, NULL, NULL, NULL, NULL, 0, 0 \
+  }
+/* clang-format on */
+
 /* plan: `plan` is caller-initialised with ONCHIP_PLAN_INIT and filled only on success.
  * run: `workspace` is plan->workspace_bytes of q's device's memory at plan->workspace_alignment
  * (NULL if 0); its contents need not be initialised and are undefined afterwards. `stream` is a
@@ -247,6 +300,11 @@ ONCHIP_API onchip_status onchip_attention_merge_plan(const onchip_attention_merg
 ONCHIP_API onchip_status onchip_attention_merge_run(const onchip_plan* plan,
                                                     const onchip_attention_merge_args* args,
                                                     void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_attention_decode_plan(const onchip_attention_decode_args* args,
+                                                      onchip_plan* plan);
+ONCHIP_API onchip_status onchip_attention_decode_run(const onchip_plan* plan,
+                                                     const onchip_attention_decode_args* args,
+                                                     void* workspace, void* stream);
 
 /* ---- looking inside -------------------------------------------------------------------------- */
 

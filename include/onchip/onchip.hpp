@@ -245,6 +245,33 @@ struct AttentionMergeTensors {
   }
 };
 
+// rotary_interleaved stands with the tensors it belongs to.
+struct AttentionDecodeTensors {
+  Tensor q{}, k_cache{}, v_cache{}, cache_seqlens{}, k_new{}, v_new{}, page_table{}, cache_slot{},
+      rotary_cos{}, rotary_sin{}, q_positions{}, o{}, lse{};
+  bool rotary_interleaved = false;
+
+  onchip_attention_decode_args c_args(const onchip_attention_options* options) const {
+    onchip_attention_decode_args c = ONCHIP_ATTENTION_DECODE_ARGS_INIT;
+    c.q = q.get();
+    c.k_cache = k_cache.get();
+    c.v_cache = v_cache.get();
+    c.cache_seqlens = cache_seqlens.get();
+    c.k_new = k_new.get();
+    c.v_new = v_new.get();
+    c.page_table = page_table.get();
+    c.cache_slot = cache_slot.get();
+    c.rotary_cos = rotary_cos.get();
+    c.rotary_sin = rotary_sin.get();
+    c.q_positions = q_positions.get();
+    c.o = o.get();
+    c.lse = lse.get();
+    c.options = options;
+    c.rotary_interleaved = rotary_interleaved ? 1 : 0;
+    return c;
+  }
+};
+
 // ---- plan and run -------------------------------------------------------------------------------
 
 // plan() of each operator, for callers who own the workspace (required for CUDA tensors).
@@ -274,6 +301,15 @@ inline onchip_plan plan(const AttentionMergeTensors& tensors, const std::string&
   return result;
 }
 
+inline onchip_plan plan(const AttentionDecodeTensors& tensors,
+                        const AttentionOptions& options = {}) {
+  const onchip_attention_options c_options = options.c_options();
+  const onchip_attention_decode_args args = tensors.c_args(&c_options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_attention_decode_plan(&args, &result));
+  return result;
+}
+
 inline void run(const onchip_plan& planned, const AttentionForwardTensors& tensors,
                 const AttentionOptions& options, void* workspace, void* stream = nullptr) {
   const onchip_attention_options c_options = options.c_options();
@@ -293,6 +329,13 @@ inline void run(const onchip_plan& planned, const AttentionMergeTensors& tensors
   const onchip_attention_merge_args args =
       tensors.c_args(backend.empty() ? nullptr : backend.c_str());
   check(onchip_attention_merge_run(&planned, &args, workspace, stream));
+}
+
+inline void run(const onchip_plan& planned, const AttentionDecodeTensors& tensors,
+                const AttentionOptions& options, void* workspace, void* stream = nullptr) {
+  const onchip_attention_options c_options = options.c_options();
+  const onchip_attention_decode_args args = tensors.c_args(&c_options);
+  check(onchip_attention_decode_run(&planned, &args, workspace, stream));
 }
 
 // Host memory for a plan's workspace, at the alignment it asks for.
@@ -339,6 +382,11 @@ inline void attention_merge(const AttentionMergeTensors& tensors, const std::str
   detail::plan_and_run_on_host(tensors, backend);
 }
 
+inline void attention_decode(const AttentionDecodeTensors& tensors,
+                             const AttentionOptions& options = {}) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
 // ---- looking inside -----------------------------------------------------------------------------
 
 namespace detail {
@@ -379,6 +427,13 @@ inline std::string explain(const AttentionMergeTensors& tensors, const std::stri
   const onchip_attention_merge_args args =
       tensors.c_args(backend.empty() ? nullptr : backend.c_str());
   return detail::explain(ONCHIP_ATTENTION_MERGE, &args);
+}
+
+inline std::string explain(const AttentionDecodeTensors& tensors,
+                           const AttentionOptions& options = {}) {
+  const onchip_attention_options c_options = options.c_options();
+  const onchip_attention_decode_args args = tensors.c_args(&c_options);
+  return detail::explain(ONCHIP_ATTENTION_DECODE, &args);
 }
 
 inline std::string describe() { return detail::read_text(onchip_describe); }

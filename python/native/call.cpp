@@ -93,6 +93,23 @@ std::array merge_fields = {
     ONCHIP_FIELD(onchip_attention_merge_args, backend, kName),
 };
 
+std::array decode_fields = {
+    ONCHIP_FIELD(onchip_attention_decode_args, q, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, k_cache, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, v_cache, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, cache_seqlens, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, k_new, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, v_new, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, page_table, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, cache_slot, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, rotary_cos, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, rotary_sin, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, rotary_interleaved, kFlag),
+    ONCHIP_FIELD(onchip_attention_decode_args, q_positions, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, o, kTensor),
+    ONCHIP_FIELD(onchip_attention_decode_args, lse, kTensor),
+};
+
 #undef ONCHIP_FIELD
 
 union Args {
@@ -100,10 +117,11 @@ union Args {
   onchip_attention_forward_args forward;
   onchip_attention_backward_args backward;
   onchip_attention_merge_args merge;
+  onchip_attention_decode_args decode;
 };
 
-constexpr std::size_t kMostFields =
-    std::max({forward_fields.size(), backward_fields.size(), merge_fields.size()});
+constexpr std::size_t kMostFields = std::max(
+    {forward_fields.size(), backward_fields.size(), merge_fields.size(), decode_fields.size()});
 
 struct Operator;
 
@@ -137,7 +155,7 @@ struct Operator {
   onchip_status (*run)(Call& call, void* workspace, void* stream);
 };
 
-const std::array<Operator, 3> kOperators = {{
+const std::array<Operator, 4> kOperators = {{
     {ONCHIP_ATTENTION_FORWARD, "attention_forward", forward_fields, options_fields,
      [](Call& call) {
        call.args.forward = ONCHIP_ATTENTION_FORWARD_ARGS_INIT;
@@ -164,6 +182,15 @@ const std::array<Operator, 3> kOperators = {{
      [](Call& call) { return onchip_attention_merge_plan(&call.args.merge, &call.plan); },
      [](Call& call, void* workspace, void* stream) {
        return onchip_attention_merge_run(&call.plan, &call.args.merge, workspace, stream);
+     }},
+    {ONCHIP_ATTENTION_DECODE, "attention_decode", decode_fields, options_fields,
+     [](Call& call) {
+       call.args.decode = ONCHIP_ATTENTION_DECODE_ARGS_INIT;
+       call.args.decode.options = &call.options;
+     },
+     [](Call& call) { return onchip_attention_decode_plan(&call.args.decode, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_attention_decode_run(&call.plan, &call.args.decode, workspace, stream);
      }},
 }};
 

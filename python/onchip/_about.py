@@ -9,7 +9,12 @@ from onchip.errors import InvalidArgument
 
 _OPERATORS = {
     op.name: (getattr(ops, op.name), op)
-    for op in (_calls.ATTENTION_FORWARD, _calls.ATTENTION_BACKWARD, _calls.MERGE)
+    for op in (
+        _calls.ATTENTION_FORWARD,
+        _calls.ATTENTION_BACKWARD,
+        _calls.ATTENTION_DECODE,
+        _calls.MERGE,
+    )
 }
 
 
@@ -17,10 +22,10 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
     """Which backend and kernel would take a call, why each other one would not, how much workspace
     it needs, and which arrays Python would copy first.
 
-    op_name: "attention_forward", "attention_backward" or "merge". The other arguments are the
-    operator's own, with an `ArraySpec` in place of any array whose values do not exist yet. Values
-    of large arrays are not looked at; those of cu_seqlens, seqlens and dropout_rng in host memory
-    are.
+    op_name: "attention_forward", "attention_backward", "attention_decode" or "merge". The other
+    arguments are the operator's own, with an `ArraySpec` in place of any array whose values do not
+    exist yet. Values of large arrays are not looked at; those of lengths, tables and dropout_rng in
+    host memory are.
 
     A call that breaks the contract raises InvalidArgument, as the operator would. One that no
     backend takes does not raise: the text has the reasons.

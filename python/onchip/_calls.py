@@ -26,6 +26,11 @@ class Operator(NamedTuple):
     # Also arrays, or sequences of integers, which become int64 arrays in host memory.
     integer_arrays: tuple[str, ...]
     outputs: Callable[[Views], list[Output]]
+    # Likewise; sequences become int32 arrays.
+    index_arrays: tuple[str, ...] = ()
+    # These of `arrays` are written in place where the array `written_with` is given.
+    in_place: tuple[str, ...] = ()
+    written_with: str = ""
 
 
 def lse_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -42,13 +47,16 @@ def _like(name: str, view: _native.Tensor) -> Output:
     return Output(name, view.shape, view.dtype)
 
 
-def _forward_outputs(views: Views) -> list[Output]:
-    q, v = views["q"], views["v"]
+def _attention_outputs(q: _native.Tensor, v: _native.Tensor) -> list[Output]:
     lse_dtype = "float64" if q.dtype == "float64" else "float32"
     return [
         Output("o", q.shape[:-1] + v.shape[-1:], q.dtype),
         Output("lse", lse_shape(q.shape), lse_dtype),
     ]
+
+
+def _forward_outputs(views: Views) -> list[Output]:
+    return _attention_outputs(views["q"], views["v"])
 
 
 def _backward_outputs(views: Views) -> list[Output]:
@@ -77,8 +85,26 @@ ATTENTION_BACKWARD = Operator(
 MERGE = Operator("merge", ("o1", "lse1", "o2", "lse2"), (), (), _merge_outputs)
 
 
+def _decode_outputs(views: Views) -> list[Output]:
+    return _attention_outputs(views["q"], views["v_cache"])
+
+
+_DECODE_OPTION_INTEGERS = tuple(name for name in _OPTION_INTEGERS if name != "dropout_rng")
+
+ATTENTION_DECODE = Operator(
+    "attention_decode",
+    ("q", "k_cache", "v_cache"),
+    ("k_new", "v_new", "rotary_cos", "rotary_sin", *_OPTION_ARRAYS),
+    ("q_positions", *_DECODE_OPTION_INTEGERS),
+    _decode_outputs,
+    index_arrays=("cache_seqlens", "page_table", "cache_slot"),
+    in_place=("k_cache", "v_cache"),
+    written_with="k_new",
+)
+
+
 def _integers(op: Operator, name: str, value: Any) -> Any:
-    """Sequences of integers as an int64 array; anything else as it is."""
+    """Sequences of integers as an array in host memory; anything else as it is."""
     if isinstance(value, ArraySpec):
         if value.device == "cpu":
             raise InvalidArgument(
@@ -88,12 +114,13 @@ def _integers(op: Operator, name: str, value: Any) -> Any:
         return value
     if not isinstance(value, (list, tuple, range)):
         return value
+    code, bits = ("i", 32) if name in op.index_arrays else ("q", 64)
     try:
-        return array("q", value)
+        return array(code, value)
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(
             f"{op.name}: {name}: got a {type(value).__name__} ({error}), "
-            "wanted integers of 64 bits or an integer array"
+            f"wanted integers of {bits} bits or an integer array"
         ) from None
 
 
@@ -136,6 +163,17 @@ def _readable(
     return kind.view(op.name, name, kind.contiguous(value), stream)
 
 
+def _in_place(op: Operator, name: str, kind: Kind, value: Any, stream: int) -> _native.Tensor:
+    """The array's memory, for writing: no copy can stand in for it."""
+    view = kind.writable(op.name, name, value, stream)
+    if view.layout_problem is not None:
+        raise InvalidArgument(
+            f"{op.name}: {name}: got {view.layout_problem}, wanted innermost stride 1 at "
+            f"an address of whole elements: {op.written_with} is given, so it is written in place"
+        )
+    return view
+
+
 def _prepare(
     op: Operator, arguments: Arguments, dry: bool, unwanted: Sequence[str] = ()
 ) -> Prepared:
@@ -145,6 +183,7 @@ def _prepare(
     """
     arguments = dict(arguments)
     _split_window(op, arguments)
+    writes = arguments.get(op.written_with) is not None
     first = op.arrays[0]
     stream = kind_of(arguments[first]).stream(arguments[first])
     copies: list[str] = []
@@ -153,8 +192,11 @@ def _prepare(
         value = arguments.pop(name)
         if value is None and name in op.optional_arrays:
             continue
+        if writes and name in op.in_place:
+            views[name] = _in_place(op, name, kind_of(value), value, stream)
+            continue
         views[name] = _readable(op, name, kind_of(value), value, stream, copies, dry)
-    for name in op.integer_arrays:
+    for name in op.integer_arrays + op.index_arrays:
         value = _integers(op, name, arguments.pop(name))
         if value is None:
             continue

@@ -46,6 +46,10 @@ class Kind:
         """The array's memory, for reading."""
         return _native.tensor(op, argument, array, None, False, stream)
 
+    def writable(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        """The array's memory, for writing in place."""
+        return _native.tensor(op, argument, array, None, True, stream)
+
     def stream(self, example: Any) -> int:
         """The CUDA stream that the caller's work on the example's device goes to."""
         return 0
@@ -83,29 +87,38 @@ def _numpy_dtype(name: str) -> Any:
     return numpy.dtype(name)
 
 
-def _view_by_bytes(op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+def _view_by_bytes(
+    op: str, argument: str, array: Any, stream: int, writable: bool = False
+) -> _native.Tensor:
     """Of an array of NumPy's dtypes. Those of ml_dtypes travel as integers of their size: neither
     DLPack nor the buffer protocol of NumPy carries them."""
     if array.dtype.kind == "V":
         name = array.dtype.name
         if name == "bfloat16":
-            return _native.tensor(op, argument, array.view("u2"), name, False, stream)
+            return _native.tensor(op, argument, array.view("u2"), name, writable, stream)
         if name == "float8_e4m3fn":
-            return _native.tensor(op, argument, array.view("u1"), "float8_e4m3", False, stream)
-    return _native.tensor(op, argument, array, None, False, stream)
+            return _native.tensor(op, argument, array.view("u1"), "float8_e4m3", writable, stream)
+    return _native.tensor(op, argument, array, None, writable, stream)
 
 
 class _NumPy(Kind):
     modules: tuple[str, ...] = ("numpy",)
 
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        self._refuse_masked(op, argument, array)
+        return _view_by_bytes(op, argument, array, stream)
+
+    def writable(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        self._refuse_masked(op, argument, array)
+        return _view_by_bytes(op, argument, array, stream, True)
+
+    def _refuse_masked(self, op: str, argument: str, array: Any) -> None:
         numpy = _module("numpy")
         if type(array) is not numpy.ndarray and isinstance(array, numpy.ma.MaskedArray):
             raise InvalidArgument(
                 f"{op}: {argument}: got a MaskedArray, wanted a plain array "
                 "(its mask would be ignored)"
             )
-        return _view_by_bytes(op, argument, array, stream)
 
     def empty(self, shape: Sequence[int], dtype: str, example: Any) -> Any:
         return _module("numpy").empty(shape, _numpy_dtype(dtype))
@@ -124,6 +137,12 @@ class _Jax(_NumPy):
 
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         return _native.tensor(op, argument, array, None, False, stream)
+
+    def writable(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        raise InvalidArgument(
+            f"{op}: {argument}: got a JAX array, which cannot be written in place, "
+            "wanted an array that can (of NumPy, say)"
+        )
 
     def stream(self, example: Any) -> int:
         if isinstance(example, _module("jax").core.Tracer):
@@ -163,14 +182,26 @@ class _Torch(Kind):
     modules = ("torch",)
 
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        self._refuse_grad(op, argument, array)
+        if array.is_neg():
+            array = array.resolve_neg()  # its memory holds the negatives
+        return _native.tensor(op, argument, array, None, False, stream)
+
+    def writable(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        self._refuse_grad(op, argument, array)
+        if array.is_neg():
+            raise InvalidArgument(
+                f"{op}: {argument}: got a lazily negated tensor, wanted one that can be written in "
+                "place"
+            )
+        return _native.tensor(op, argument, array, None, True, stream)
+
+    def _refuse_grad(self, op: str, argument: str, array: Any) -> None:
         if array.requires_grad:
             raise InvalidArgument(
                 f"{op}: {argument}: got a tensor that requires grad, wanted a detached one "
                 "(onchip.ops has no autograd: call .detach())"
             )
-        if array.is_neg():
-            array = array.resolve_neg()  # its memory holds the negatives
-        return _native.tensor(op, argument, array, None, False, stream)
 
     def stream(self, example: Any) -> int:
         if not example.is_cuda:
@@ -191,6 +222,9 @@ class _CuPy(Kind):
 
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         return _view_by_bytes(op, argument, array, stream)
+
+    def writable(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        return _view_by_bytes(op, argument, array, stream, True)
 
     def memory(self, array: Any) -> Any:
         return array.view("u2") if array.dtype.kind == "V" else array
@@ -231,6 +265,9 @@ class _Spec(Kind):
                 f"{op}: {argument}: got shape {array.shape!r}, wanted a sequence of integers"
             ) from None
         return _native.shape(op, argument, shape, array.dtype, device_type, ordinal)
+
+    def writable(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
+        return self.view(op, argument, array, stream)
 
 
 def _parse_device(op: str, argument: str, device: object) -> tuple[int, int]:

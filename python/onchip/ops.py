@@ -4,8 +4,8 @@ Arrays come from NumPy (with ml_dtypes for bfloat16), PyTorch, JAX, CuPy, or any
 follows the Python array API; results are arrays of the first argument's library, on its device,
 made by its own allocator. Arrays on a GPU are used on their library's current stream; JAX has none,
 and a call with its arrays waits for the results.
-Inputs are never written, results never share memory with them, and nothing here is differentiated
-automatically.
+Inputs are never written, caches that `attention_decode` appends to excepted; results never share
+memory with them, and nothing here is differentiated automatically.
 
 Every function raises `onchip.InvalidArgument` for a call that breaks the contract and
 `onchip.Unsupported`, with each backend's reason, for a legal one that no backend takes. Options
@@ -19,7 +19,13 @@ from onchip import _calls
 
 ArrayT = TypeVar("ArrayT")
 
-__all__ = ["AttentionGradients", "attention_backward", "attention_forward", "merge"]
+__all__ = [
+    "AttentionGradients",
+    "attention_backward",
+    "attention_decode",
+    "attention_forward",
+    "merge",
+]
 
 
 class AttentionGradients(NamedTuple, Generic[ArrayT]):
@@ -170,6 +176,86 @@ def attention_backward(
     return AttentionGradients(
         results["dq"], results["dk"], results["dv"], results.get("dbias"), results.get("dsink")
     )
+
+
+def attention_decode(
+    q: ArrayT,
+    k_cache: object,
+    v_cache: object,
+    *,
+    cache_seqlens: object | Sequence[int],
+    k_new: object | None = None,
+    v_new: object | None = None,
+    page_table: object | None = None,
+    cache_slot: object | Sequence[int] | None = None,
+    rotary_cos: object | None = None,
+    rotary_sin: object | None = None,
+    rotary_interleaved: bool = False,
+    q_positions: object | Sequence[int] | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: object | None = None,
+    mask: object | None = None,
+    alibi_slopes: object | None = None,
+    q_segment_ids: object | None = None,
+    kv_segment_ids: object | None = None,
+    sink: object | None = None,
+    cu_seqlens_q: object | Sequence[int] | None = None,
+    cu_seqlens_kv: object | Sequence[int] | None = None,
+    seqlens_q: object | Sequence[int] | None = None,
+    seqlens_kv: object | Sequence[int] | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    check: bool = False,
+    backend: str | None = None,
+) -> tuple[ArrayT, ArrayT]:
+    """Exact attention of new queries over keys and values in a cache, to which the call may append.
+
+    In this order: q and k_new are rotated (if tables are given), k_new and v_new are written behind
+    the rows in the cache, every query attends to all rows then there. A prompt, a chunk of one and
+    a single token are the same call with different seqlen_q.
+
+    Args:
+        q: [batch, seqlen_q, num_heads_q, head_dim_qk], float, or packed (with cu_seqlens_q) [total,
+            num_heads_q, head_dim_qk].
+        k_cache, v_cache: [slots, capacity, num_heads_kv, head_dim_qk] and [.., head_dim_v], q's
+            dtype; with page_table [pages, page_size, num_heads_kv, ..]. Written in place where
+            k_new is given, and only then: rows at or past a sequence's length are not read.
+            v_cache may be k_cache[..., :head_dim_v] (MLA keeps its values within its keys).
+        cache_seqlens: [batch], int32 or a sequence of integers: rows in the cache before the call.
+        k_new, v_new: [batch, seqlen_new, num_heads_kv, ..], packed [total_new, num_heads_kv, ..]:
+            row t goes to row cache_seqlens + t. No v_new where v_cache lies in k_cache: the first
+            channels of k_new are the values. seqlen_kv below is the length with them.
+        page_table: [batch, max_pages], int32: entry e is the page of keys e * page_size and on.
+            Entries past the sequence's length are not read.
+        cache_slot: [batch], int32 or a sequence of integers: where each row's keys lie. None: row n
+            has slot n. -1 skips a row: o = 0, lse = -inf, nothing of it is read or written. With a
+            page table only -1 has a meaning.
+        rotary_cos, rotary_sin: [max_pos, rotary_dim / 2], q's dtype or float32; both or none. New
+            key t stands at cache_seqlens + t, query i at seqlen_kv - seqlen_q + i. Channels past
+            rotary_dim pass through; a rotated key is rounded to the cache's dtype.
+        rotary_interleaved: channels 2c and 2c + 1 are a pair, else c and c + rotary_dim / 2.
+        q_positions: [batch, seqlen_q], packed [total], int32 or int64: where the queries stand
+            instead (for the rotation; masks go by seqlen_kv - seqlen_q + i).
+        The options: as those of attention_forward, without dropout. causal needs seqlen_q > 1 to
+            matter. bias and mask, [batch|1, num_heads_q|1, seqlen_q|1, columns|1], and
+            kv_segment_ids, [batch, columns], go by position in the sequence and cover the longest
+            one. cu_seqlens_kv and seqlens_kv count rows of k_new (absent: as q's).
+
+    Returns:
+        (o, lse), as attention_forward's.
+
+    Raises InvalidArgument, with nothing written, also where a length leaves the capacity, a slot or
+    page does not exist, or two rows would append to one place or read what the other appends.
+    """
+    results = _calls.run(_calls.ATTENTION_DECODE, locals())
+    return results["o"], results["lse"]
 
 
 def merge(

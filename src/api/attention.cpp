@@ -39,4 +39,15 @@ onchip_status onchip_attention_merge_run(const onchip_plan* plan,
   return guarded([&] { ops::attention_merge().run(plan, args, workspace, stream); });
 }
 
+onchip_status onchip_attention_decode_plan(const onchip_attention_decode_args* args,
+                                           onchip_plan* plan) {
+  return guarded([&] { ops::attention_decode().plan(args, plan); });
+}
+
+onchip_status onchip_attention_decode_run(const onchip_plan* plan,
+                                          const onchip_attention_decode_args* args, void* workspace,
+                                          void* stream) {
+  return guarded([&] { ops::attention_decode().run(plan, args, workspace, stream); });
+}
+
 }  // extern "C"

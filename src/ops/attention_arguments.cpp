@@ -14,7 +14,7 @@ namespace {
 // Window bounds beyond any sequence act as no bound; clamping keeps i + bound from overflowing.
 constexpr std::int64_t kLongestSequence = std::int64_t{1} << 48;
 
-std::string at_least_text(const ScoreExtents& extents) {
+std::string_view at_least_text(const ScoreExtents& extents) {
   if (extents.more_rows) return " (the last two at least)";
   return extents.more_columns ? " (the last at least)" : "";
 }
@@ -243,7 +243,7 @@ ScoresView scores_view(const Call& call, std::string_view name, const TensorView
   const std::string wanted =
       "[num_seqs|1, num_heads_q|1, seqlen_q|1, seqlen_kv|1] with sizes " +
       shape_text({p.num_seqs, p.num_heads_q, extents.rows, extents.columns}) +
-      at_least_text(extents);
+      std::string(at_least_text(extents));
   const auto refuse = [&] { throw_invalid(op, name, "shape " + shape_text(tensor), wanted); };
   if (tensor.rank != 4) refuse();
   if (tensor.shape[0] != 1 && tensor.shape[0] != p.num_seqs) refuse();

@@ -52,8 +52,8 @@ ScoresView scores_view(const Call& call, std::string_view name, const TensorView
 HeadScalarsView sink_view(const Call& call, std::string_view name, const TensorView& tensor,
                           const AttentionProblem& p);
 
-// Everything of the options that concerns scores; needs the geometry. Returns the bias tensor, whose
-// shape its gradient repeats.
+// Everything of the options that concerns scores; needs the geometry. Returns the bias tensor: its
+// gradient has its shape.
 TensorView read_score_options(Call& call, const onchip_attention_options& given,
                               const ScoreExtents& extents, AttentionProblem& p);
 

@@ -19,8 +19,10 @@ std::string explain(onchip_operator op, const void* args) {
       return attention_backward().explain(args);
     case ONCHIP_ATTENTION_MERGE:
       return attention_merge().explain(args);
+    case ONCHIP_ATTENTION_DECODE:
+      return attention_decode().explain(args);
     default:
-      throw_invalid("explain", "op", std::to_string(op), "an onchip_operator (1..3)");
+      throw_invalid("explain", "op", std::to_string(op), "an onchip_operator (1..4)");
   }
 }
 

@@ -68,10 +68,12 @@ struct Operator {
 
 using AttentionForward = Operator<onchip_attention_forward_args, AttentionForwardProblem>;
 using AttentionBackward = Operator<onchip_attention_backward_args, AttentionBackwardProblem>;
+using AttentionDecode = Operator<onchip_attention_decode_args, AttentionDecodeProblem>;
 using AttentionMerge = Operator<onchip_attention_merge_args, AttentionMergeProblem>;
 
 const AttentionForward& attention_forward();
 const AttentionBackward& attention_backward();
+const AttentionDecode& attention_decode();
 const AttentionMerge& attention_merge();
 
 // The text of onchip_explain.

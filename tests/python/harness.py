@@ -16,6 +16,7 @@ BACKENDS = ["reference", "cpu"]
 if gpu.problem() is None:
     BACKENDS.append(gpu.BACKEND)
 MERGE_BACKENDS = ["reference", "cpu"]
+DECODE_BACKENDS = ["reference"]
 # test_errors.py proves that the others refuse.
 BACKWARD_BACKENDS = ["reference"]
 
@@ -82,6 +83,19 @@ def check(backend, q, k, v, *, d_o=None, d_lse=None, **options):
     if d_o is None:
         d_o = draw(np.random.default_rng(o.size), o.shape, o.dtype)
     return o, lse, check_backward(backend, d_o, q, k, v, o, lse, d_lse=d_lse, **options)
+
+
+def decode(backend, q, k_cache, v_cache, **arguments):
+    return onchip.ops.attention_decode(q, k_cache, v_cache, backend=backend, **arguments)
+
+
+def check_decode(backend, q, k_cache, v_cache, **arguments):
+    """Run, judge o, lse and both caches, return (o, lse). The caches are as the call leaves them; a
+    v_cache without v_new lies in k_cache."""
+    before = k_cache.copy(), v_cache.copy()
+    o, lse = decode(backend, q, k_cache, v_cache, **arguments)
+    compare.judge_decode((o, lse), (k_cache, v_cache), q, *before, **oracle_options(arguments))
+    return o, lse
 
 
 def right_or_refused(call, *words):

@@ -93,6 +93,15 @@ def test_signature_of_attention_backward():
     assert signature(onchip.ops.attention_backward) == wanted
 
 
+def test_signature_of_attention_decode():
+    options = contract_signature("attention_forward").partition("*, ")[2]
+    options = options.replace("dropout_p=0.0, dropout_rng=None, ", "")
+    wanted = contract_signature("attention_decode")
+    assert wanted.endswith("<the options without dropout>")
+    wanted = wanted.replace("<the options without dropout>", options)
+    assert signature(onchip.ops.attention_decode) == wanted
+
+
 def test_signature_of_merge():
     assert signature(onchip.ops.merge) == contract_signature("merge")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from . import attention
+from . import attention, decode
 from .attention import EXACT, Arithmetic
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -153,6 +153,31 @@ def judge_forward(result: Any, q: Any, k: Any, v: Any, **options: Any) -> list[D
     bound = _rounding_bound(ref_o, plain_o, q.dtype, _factor(options))
     # Probabilities below the smallest normal number of the arithmetic may be flushed to 0.
     bound += float(ml_dtypes.finfo(lse_dtype(q.dtype)).tiny) * k.shape[-3] * _largest(v)
+    return _found(assert_close("o", o, _overflowed(ref_o, q.dtype), bound), worst_lse)
+
+
+def judge_decode(
+    result: Any, caches_after: Any, q: Any, k_cache: Any, v_cache: Any, **arguments: Any
+) -> list[Deviation]:
+    """Check (o, lse) of attention_decode, and the caches that it leaves, given as it found them.
+
+    What it appends is exact, so is everything that it leaves alone.
+    """
+    o, lse = result
+    ref_o, ref_lse, *ref_caches = decode.attention_decode(
+        q, k_cache, v_cache, arithmetic=EXACT, **arguments
+    )
+    plain_o, *_ = decode.attention_decode(
+        q, k_cache, v_cache, arithmetic=plain_arithmetic(q.dtype), **arguments
+    )
+    for name, got, wanted in zip(("k_cache", "v_cache"), caches_after, ref_caches, strict=True):
+        assert_bitwise(name, got, wanted)
+    _assert_array("o", o, ref_o.shape, q.dtype)
+    _assert_array("lse", lse, ref_lse.shape, lse_dtype(q.dtype))
+    worst_lse = _assert_lse("lse", lse, ref_lse, q.dtype)
+    bound = _rounding_bound(ref_o, plain_o, q.dtype, _factor(arguments))
+    longest = ref_caches[0].shape[0] * ref_caches[0].shape[1]
+    bound += float(ml_dtypes.finfo(lse_dtype(q.dtype)).tiny) * longest * _largest(ref_caches[1])
     return _found(assert_close("o", o, _overflowed(ref_o, q.dtype), bound), worst_lse)
 
 
