@@ -118,6 +118,20 @@ def test_the_error_is_that_of_the_gradients(mask):
         assert error["max"] == pytest.approx(0.5, abs=1e-9)
 
 
+def test_the_error_of_long_gradients_is_of_the_last_keys(monkeypatch):
+    monkeypatch.setattr("onchip.bench.errors._LONG", 1099)
+    case = cases.parse("attention/bwd/fp64/h1d4/causal/b1s1100")
+    inputs = draw_inputs(case, seed=1)
+    exact = oracle.attention_backward(inputs.d_o, inputs.q, inputs.k, inputs.v, causal=True)
+    made = {name: getattr(exact, name).copy() for name in ("dq", "dk", "dv")}
+    made["dv"][0, : 1100 - 1024] = np.nan
+    assert error_against_fp64(case, inputs, made, seed=3)["max"] < 1e-12
+    made["dk"][0, -1, 0, 1] += 0.5
+    assert error_against_fp64(case, inputs, made, seed=3)["max"] == pytest.approx(0.5)
+    made["dq"][0, 0, 0, 1] += 0.75
+    assert error_against_fp64(case, inputs, made, seed=3)["max"] == pytest.approx(0.75)
+
+
 def test_inputs_lie_as_pytorch_wants_them():
     inputs = draw_inputs(cases.parse("attention/bwd/bf16/h4k2d8/full/b2s6"), seed=0)
     assert inputs.q.shape == inputs.d_o.shape == (2, 6, 4, 8)
@@ -170,12 +184,10 @@ def test_measured_together(monkeypatch):
 
     monkeypatch.setattr(measure._Job, "sample", noted)
     back = cases.parse("attention/bwd/fp32/h2k1d16/window9/b1s80")
-    peaks = {"fma_fp32_x_tflops": 0.5}
     shown = []
     results, skipped = measure.measure_together(
         [(CASE, ["onchip:cpu", "onchip:reference", "numpy:plain"]), (back, ["onchip:reference"])],
         rounds=7,
-        peaks=peaks,
         show=lambda done, note: shown.append(done),
     )
     assert skipped == []
@@ -192,12 +204,12 @@ def test_measured_together(monkeypatch):
     for result in results:
         assert len(result["samples_ms"]) == 7
         assert 0 < result["error"]["max"] < 1e-5
+        share = measure.shares(result, {"fma_fp32_x_tflops": 0.5})
         if result["backend"] == "reference":
-            assert "pipe_use" not in result
+            assert share == {}
         else:
             best_s = min(result["samples_ms"]) / 1e3
-            wanted = CASE.flops / best_s / 0.5e12
-            assert result["pipe_use"] == pytest.approx(wanted)
+            assert share == {"pipe_use": pytest.approx(CASE.flops / best_s / 0.5e12)}
     with pytest.raises(ValueError, match="rounds: got 4, wanted 5"):
         measure.measure_together([], rounds=4)
 

@@ -13,6 +13,8 @@ F64 = npt.NDArray[np.float64]
 
 _SAMPLED_ROWS = 64
 _BLOCK_ROWS = 1024
+# Beyond it only the last keys are looked at where the others take too many queries.
+_LONG = 16384
 
 
 def _seen(case: Case, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -24,13 +26,12 @@ def _seen(case: Case, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return seen & (keys >= rows[:, None] - case.window_left) if case.window_left >= 0 else seen
 
 
-def _softmax(case: Case, q: F64, k: F64, rows: npt.NDArray[np.int64]) -> tuple[F64, F64]:
-    """Probabilities of these queries, and the log of each one's denominator."""
+def _softmax(case: Case, q: F64, k: F64, rows: npt.NDArray[np.int64]) -> F64:
+    """[rows, keys]: the probabilities of these queries."""
     scores = np.where(_seen(case, rows), q[rows] @ k.T / np.sqrt(case.head_dim), -np.inf)
-    largest = scores.max(axis=1, keepdims=True)
-    weights = np.exp(scores - largest)
-    total = weights.sum(axis=1, keepdims=True)
-    return weights / total, (largest + np.log(total))[:, 0]
+    weights: F64 = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    return weights
 
 
 class _Errors:
@@ -78,32 +79,39 @@ def _forward(case: Case, inputs: Inputs, o: Array, errors: _Errors, seed: int) -
         for head in range(case.num_heads):
             q = _head(inputs.q, sequence, head)
             k, v = (_head(x, sequence, head // group) for x in (inputs.k, inputs.v))
-            weights, _ = _softmax(case, q, k, rows)
-            errors.add(o[sequence, rows, head], weights @ v)
+            errors.add(o[sequence, rows, head], _softmax(case, q, k, rows) @ v)
 
 
 def _backward(
     case: AttentionCase, inputs: Inputs, made: dict[str, Array], errors: _Errors, seed: int
 ) -> None:
     """Rows of dq and of dk, dv, of the first key head of the first sequence: each of the latter
-    takes every query."""
-    rows = _sampled(case.seqlen, np.random.default_rng(seed))
+    takes every query that sees it."""
+    rng = np.random.default_rng(seed)
+    rows = _sampled(case.seqlen, rng)
+    keys = rows
+    if case.causal and case.seqlen > _LONG:
+        keys = case.seqlen - _BLOCK_ROWS + _sampled(_BLOCK_ROWS, rng)
     k, v = _head(inputs.k, 0, 0), _head(inputs.v, 0, 0)
-    dk, dv = np.zeros((len(rows), case.head_dim)), np.zeros((len(rows), case.head_dim))
+    dk, dv = np.zeros((len(keys), case.head_dim)), np.zeros((len(keys), case.head_dim))
     scale = case.head_dim**-0.5
     for head in range(case.num_heads // case.num_heads_kv):
         q, d_o = _head(inputs.q, 0, head), _head(inputs.d_o, 0, head)
-        for first in range(0, case.seqlen, _BLOCK_ROWS):
-            block = np.arange(first, min(first + _BLOCK_ROWS, case.seqlen))
-            p, _ = _softmax(case, q, k, block)
+
+        def p_and_ds(block: npt.NDArray[np.int64], q: F64 = q, d_o: F64 = d_o) -> tuple[F64, F64]:
+            p = _softmax(case, q, k, block)
             dp = d_o[block] @ v.T
-            ds = p * (dp - (p * dp).sum(axis=1, keepdims=True))
-            dv += p[:, rows].T @ d_o[block]
-            dk += scale * (ds[:, rows].T @ q[block])
-            here = np.isin(block, rows)
-            errors.add(made["dq"][0, block[here], head], scale * (ds[here] @ k))
-    errors.add(made["dk"][0, rows, 0], dk)
-    errors.add(made["dv"][0, rows, 0], dv)
+            return p, p * (dp - (p * dp).sum(axis=1, keepdims=True))
+
+        _, ds = p_and_ds(rows)
+        errors.add(made["dq"][0, rows, head], scale * (ds @ k))
+        for first in range(int(keys[0]) if case.causal else 0, case.seqlen, _BLOCK_ROWS):
+            block = np.arange(first, min(first + _BLOCK_ROWS, case.seqlen))
+            p, ds = p_and_ds(block)
+            dv += p[:, keys].T @ d_o[block]
+            dk += scale * (ds[:, keys].T @ q[block])
+    errors.add(made["dk"][0, keys, 0], dk)
+    errors.add(made["dv"][0, keys, 0], dv)
 
 
 def error_against_fp64(case: Case, inputs: Inputs, made: dict[str, Array], seed: int) -> Result:

@@ -54,7 +54,7 @@ class _Job:
         self.samples_ms.append(1e3 * (time.perf_counter() - start))
         del result
 
-    def result(self, peaks: dict[str, float]) -> Result:
+    def result(self) -> Result:
         ms = statistics.median(self.samples_ms)
         return {
             "case": self.case.name,
@@ -67,21 +67,22 @@ class _Job:
             "gbps": self.case.tensor_bytes / ms / 1e6,
             "peak_bytes": self.peak_bytes,
             "error": self.error,
-            **_use(self, peaks),
         }
 
 
-def _use(job: _Job, peaks: dict[str, float]) -> Result:
-    """The share of what the CPU reaches at best, by the best sample, as the peaks are."""
+def shares(result: Result, peaks: dict[str, float]) -> Result:
+    """The share of what the CPU reaches at best (`_native.measure_peaks`), by the best sample, as
+    the peaks are: `pipe_use`, of a decoding step `bandwidth_use`."""
     # The reference computes in fp64, whatever the dtype.
-    if not job.prepared.in_host_memory or job.prepared.backend == "reference":
+    if result["backend"] == "reference" or result["backend"].startswith("cuda"):
         return {}
-    best_s = min(job.samples_ms) / 1e3
-    if isinstance(job.case, StepCase):
+    case = cases.parse(result["case"])
+    best_s = min(result["samples_ms"]) / 1e3
+    if isinstance(case, StepCase):
         read = peaks.get("read_tbps")
-        return {"bandwidth_use": job.case.tensor_bytes / best_s / 1e12 / read} if read else {}
-    peak = peak_tflops(job.case.dtype, peaks)
-    return {"pipe_use": job.case.flops / best_s / 1e12 / peak} if peak else {}
+        return {"bandwidth_use": case.tensor_bytes / best_s / 1e12 / read} if read else {}
+    peak = peak_tflops(case.dtype, peaks)
+    return {"pipe_use": case.flops / best_s / 1e12 / peak} if peak else {}
 
 
 def peak_tflops(dtype: str, peaks: dict[str, float]) -> float | None:
@@ -151,12 +152,9 @@ def measure_together(
     rounds: int = MIN_ROUNDS,
     seed: int = 0,
     limit_s: float | None = None,
-    peaks: dict[str, float] | None = None,
     show: Show = lambda done, note: None,
 ) -> tuple[list[Result], list[Result]]:
-    """Results, and what was skipped with the reason: of each case on each of its implementations.
-
-    `peaks` (`_native.measure_peaks`) are what the figures are a share of."""
+    """Results, and what was skipped and why: of each case on each of its implementations."""
     if rounds < MIN_ROUNDS:
         raise ValueError(f"rounds: got {rounds}, wanted {MIN_ROUNDS} at least")
     jobs: list[_Job] = []
@@ -185,7 +183,7 @@ def measure_together(
             done += 1
             time.sleep(_PAUSE_S)
             job.sample()
-    return [job.result(peaks or {}) for job in jobs], skipped
+    return [job.result() for job in jobs], skipped
 
 
 def measure(case: Case, name: str, budget_s: float, seed: int) -> Result:
@@ -196,7 +194,7 @@ def measure(case: Case, name: str, budget_s: float, seed: int) -> Result:
         len(job.samples_ms) < _MAX_SAMPLES and sum(job.samples_ms) < 1e3 * budget_s
     ):
         job.sample()
-    return job.result({})
+    return job.result()
 
 
 def measure_in_own_process(case: Case, name: str, budget_s: float) -> Result:

@@ -119,9 +119,9 @@ def run_bench(
             rounds=rounds,
             seed=seed,
             limit_s=limit,
-            peaks=peaks,
             show=show,
         )
+    results = [result | measure.shares(result, peaks) for result in results]
     known: dict[str, Any] = {"ceilings": peaks}
     if any(result["backend"].startswith("cuda") for result in results):
         known["machine"] = record.machine() | record.gpu_facts()
