@@ -17,6 +17,7 @@ from onchip import ArraySpec, _kinds, _native
 from onchip.bench import record
 from onchip.cli import commands, main
 from onchip.cli.signature import parameters
+from onchip.cli.verify import SUBJECTS
 
 
 @pytest.fixture(params=["plain", "coloured"])
@@ -287,7 +288,7 @@ def test_verify(run):
     assert (status, err) == (0, "")
     rows = rows_of(out)
     here = [row["name"] for row in onchip.describe()["backends"] if row["available"]]
-    for operator in ("attention_forward", "attention_backward", "merge"):
+    for operator in SUBJECTS:
         compared, refused, failed, worst = rows[operator, "reference"]
         assert (compared, refused, failed) == ("6", "0", "0")
         assert 0 <= float(worst.split()[0]) <= 1
@@ -309,12 +310,12 @@ def test_verify_ends_in_time(run):
 
 
 def spoil(monkeypatch, operator, change):
-    """The operator of onchip.ops with its results changed on the cpu backend."""
+    """The operator of onchip.ops with its results changed on the reference."""
     right = getattr(onchip.ops, operator)
 
     def wrong(*arrays, **options):
         result = right(*arrays, **options)
-        if options["backend"] == "cpu":
+        if options["backend"] == "reference":
             change(result)
         return result
 
@@ -323,7 +324,13 @@ def spoil(monkeypatch, operator, change):
 
 @pytest.mark.parametrize(
     ("operator", "tensor", "which"),
-    [("attention_forward", "o", 0), ("attention_forward", "lse", 1), ("merge", "o", 0)],
+    [
+        ("attention_forward", "o", 0),
+        ("attention_forward", "lse", 1),
+        ("attention_backward", "dv", 2),
+        ("attention_decode", "o", 0),
+        ("merge", "o", 0),
+    ],
 )
 def test_verify_finds_a_wrong_element(run, monkeypatch, operator, tensor, which):
     spoiled = []
@@ -339,12 +346,12 @@ def test_verify_finds_a_wrong_element(run, monkeypatch, operator, tensor, which)
     status, out, err = run("verify", operator, "--dtype", "fp32", "--count", "4", "--seed", "11")
     assert (status, err) == (1, "")
     rows = rows_of(out)
-    assert rows[operator, "cpu"][2] == str(len(spoiled))
-    assert rows[operator, "reference"][2] == "0"
+    assert rows[operator, "reference"][2] == str(len(spoiled))
+    assert rows[operator, "cpu"][2] == "0"
     assert f"  {tensor}: worst at {spoiled[0]}: got " in out
     assert re.search(r"wanted \S+, error \S+, bound \S+: \S+ x \(1 of \d+ elements", out)
     again = re.search(r"^  again: onchip (.*)$", out, re.MULTILINE)[1]
-    assert again.startswith(f"verify {operator} --backend cpu --dtype fp32 --seed ")
+    assert again.startswith(f"verify {operator} --backend reference --dtype fp32 --seed ")
     first = spoiled[0]
     spoiled.clear()
     status, repeated, _ = run(*again.split())
@@ -374,6 +381,15 @@ def test_verify_reports_what_a_call_raises(run, monkeypatch):
     assert status == 1
     assert "InternalError: attention_forward: out of order" in out
     assert "--backend reference --seed 0 --count 1" in out
+
+
+def test_verify_reports_a_legal_call_that_is_refused_as_wrong(run, monkeypatch):
+    def broken(*arrays, **options):
+        raise onchip.InvalidArgument("merge: o1: got 7, wanted 8")
+
+    monkeypatch.setattr(onchip.ops, "merge", broken)
+    status, out, _ = run("verify", "merge", "--count", "2")
+    assert status == 1 and "merge: o1: got 7, wanted 8" in out
 
 
 def test_verify_fails_where_nothing_was_compared(run, monkeypatch):

@@ -279,7 +279,7 @@ def _require(command: str, *packages: str) -> None:
 
 
 def verify(
-    operator: Annotated[str, "attention_forward, attention_backward, merge or all"] = "all",
+    operator: Annotated[str, "an operator of onchip.ops, or all"] = "all",
     *,
     backend: Annotated[str | None, "one by name; absent: every one that is here"] = None,
     dtype: Annotated[str | None, "fp64, fp32, fp16 or bf16; absent: all"] = None,

@@ -16,10 +16,11 @@ from onchip._text import aligned
 from onchip.cli.progress import progress
 from onchip.cli.signature import Failure
 from onchip.errors import InvalidArgument, Unsupported
-from onchip.oracle import cases, compare
+from onchip.oracle import cases, compare, decode_cases
 
 Case = Any  # of onchip.oracle.cases
 Result = Any  # what the operator returned, in NumPy arrays
+Put = Callable[[Any], Any]
 
 DTYPES: dict[str, Any] = {
     "fp64": np.float64,
@@ -39,7 +40,8 @@ class Subject:
     """How an operator's calls are drawn, made and judged."""
 
     draw: Callable[[cases.Integer, Sequence[Any]], Case]
-    call: Callable[[Case, str], Any]
+    # On a backend, with what turns NumPy arrays into its own.
+    call: Callable[[Case, str, Put], Any]
     judge: Callable[[Result, Case], list[compare.Deviation]]
 
 
@@ -52,18 +54,42 @@ def _draw_attention(integer: cases.Integer, dtypes: Sequence[Any]) -> Case:
     return cases.attention_case(integer, dtypes, without=few, head_dims=(8, 16, 64, 96, 128))
 
 
-def _forward(case: Case, backend: str) -> Any:
+def _forward(case: Case, backend: str, put: Put) -> Any:
+    case = case.map_arrays(put)
     return onchip.ops.attention_forward(*case.tensors, **case.options, backend=backend)
 
 
-def _backward(case: Case, backend: str) -> Any:
-    o, lse = _forward(case, backend)
+def _backward(case: Case, backend: str, put: Put) -> Any:
+    o, lse = _forward(case, backend, put)
+    case = case.map_arrays(put)
     return onchip.ops.attention_backward(
         *(case.d_o, *case.tensors, o, lse), d_lse=case.d_lse, **case.options, backend=backend
     )
 
 
-def _merge(case: Case, backend: str) -> Any:
+def _decode(case: Case, backend: str, put: Put) -> Any:
+    """The results, and the caches as the call leaves them."""
+    k_cache = put(case.k_cache.copy())
+    dim_v = case.v_cache.shape[-1]
+    v_cache = k_cache[..., :dim_v] if case.values_in_keys else put(case.v_cache.copy())
+    arguments = {
+        name: put(value) if isinstance(value, np.ndarray) else value
+        for name, value in case.arguments.items()
+    }
+    results = onchip.ops.attention_decode(
+        put(case.q), k_cache, v_cache, **arguments, backend=backend
+    )
+    return *results, k_cache, v_cache
+
+
+def _judge_decode(result: Result, case: Case) -> list[compare.Deviation]:
+    return compare.judge_decode(
+        *(result[:2], result[2:], case.q, case.k_cache, case.v_cache), **case.arguments
+    )
+
+
+def _merge(case: Case, backend: str, put: Put) -> Any:
+    case = case.map_arrays(put)
     return onchip.ops.merge(case.o1, case.lse1, case.o2, case.lse2, backend=backend)
 
 
@@ -80,6 +106,7 @@ SUBJECTS = {
             result, case.d_o, *case.tensors, d_lse=case.d_lse, **case.options
         ),
     ),
+    "attention_decode": Subject(decode_cases.decode_case, _decode, _judge_decode),
     "merge": Subject(
         cases.merge_case,
         _merge,
@@ -131,9 +158,9 @@ def _computed(subject: Subject, case: Case, backend: str) -> Result:
         import torch
 
         torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
-        result = subject.call(case.map_arrays(_to_torch), backend)
+        result = subject.call(case, backend, _to_torch)
     else:
-        result = subject.call(case.map_arrays(lambda x: x.view(_Poisoned)), backend)
+        result = subject.call(case, backend, lambda array: array.view(_Poisoned))
     made = [_to_numpy(array) for array in result]
     return type(result)(*made) if hasattr(result, "_fields") else tuple(made)
 
@@ -229,6 +256,13 @@ class Run:
                 row.note(subject.judge(result, case))
             except Unsupported as refusal:
                 row.refusals.append(str(refusal).partition(f"{backend}: ")[2] or str(refusal))
+            except InvalidArgument as refusal:
+                # Some operators have no such backend; anything else that is said of a legal call
+                # is wrong.
+                if ": backend: got " in str(refusal):
+                    row.refusals.append("the operator is not in this backend")
+                else:
+                    row.failures.append(self._failure(operator, backend, seed, case, str(refusal)))
             except compare.Disagreement as wrong:
                 row.compared += 1
                 row.failures.append(self._failure(operator, backend, seed, case, str(wrong)))
