@@ -190,7 +190,8 @@ def test_more_queries_than_keys(rows, dtype):
         return torch.cat([o.new_zeros(1, empty, *o.shape[2:]), o], 1)
 
     for one, other in zip(got, gradients(last, (q, k, v)), strict=True):
-        same(one, other)
+        error = (one - other).abs().max()  # sums may be cut elsewhere
+        assert error <= 4 * torch.finfo(dtype).eps * other.abs().max()
 
 
 def test_window_edges():

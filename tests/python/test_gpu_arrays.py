@@ -241,13 +241,32 @@ def test_compiled(attention, mode):
             torch.testing.assert_close(a, b)
 
 
-def test_a_wanted_gradient_is_refused(attention):
+def test_a_gradient_is_refused_by_the_operator_that_gives_it(attention):
     q, k, v = (to_torch(x) for x in inputs())
     q.requires_grad_()
-    with pytest.raises(onchip.Unsupported, match="no backward yet"):
-        attention(q, k, v)
+    o = attention(q, k, v)
     with torch.no_grad():
-        attention(q, k, v)
+        same([o.detach()], [attention(q, k, v)])
+    with pytest.raises(onchip.Unsupported, match="^attention_backward: "):
+        o.sum().backward()
+
+
+def test_other_signatures(attention):
+    from onchip.compat.flash_attn import flash_attn_func
+
+    q, k, v = (to_torch(x) for x in inputs())
+    wanted = attention(q, k, v, causal=True)
+    same([flash_attn_func(q, k, v, causal=True)], [wanted])
+    o = onchip.torch.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    same([o.transpose(1, 2)], [attention(q, k, v, causal=True, alignment="top_left")])
+
+
+def test_autocast(attention):
+    q, k, v = (to_torch(x) for x in inputs())
+    with torch.autocast("cuda", torch.bfloat16):
+        same([attention(q.float(), k.float(), v.float())], [attention(q, k, v).bfloat16()])
 
 
 def test_many_threads_on_streams_of_their_own(attention):

@@ -198,6 +198,18 @@ def test_gradient_of_lse_alone_and_of_both(length):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("value", [-5.0, 0.5, 100.0])
+def test_sinks(value):
+    """A16: an empty row has o = 0 and the sink as lse; a sink far above all scores is finite."""
+    tensors = dense(torch.float64, rows=(9, 6))
+    sink = torch.full((4,), value, dtype=torch.float64)
+    options = dict(sink=sink, causal=True, window=(4, -1))
+    o, lse, *gradients = run(tensors, options)
+    assert not o[:, :3].any() and (lse[..., :3] == value).all()
+    assert all(x.isfinite().all() for x in (o, lse, *gradients))
+    gradcheck(tensors, options)
+
+
 def test_any_layout_of_the_cotangent():
     """A25: as o.sum(), a concatenation and a transposition make them."""
     tensors = dense(torch.float32, dims=(16, 16))
