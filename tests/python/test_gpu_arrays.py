@@ -247,7 +247,7 @@ def test_a_gradient_is_refused_by_the_operator_that_gives_it(attention):
     o = attention(q, k, v)
     with torch.no_grad():
         same([o.detach()], [attention(q, k, v)])
-    with pytest.raises(onchip.Unsupported, match="^attention_backward: "):
+    with pytest.raises(onchip.Unsupported, match=r"^attention_backward: "):
         o.sum().backward()
 
 
