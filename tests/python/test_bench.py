@@ -214,6 +214,21 @@ def test_measured_together(monkeypatch):
         measure.measure_together([], rounds=4)
 
 
+@pytest.mark.parametrize("cache", ["contiguous", "paged16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_decoding_step(cache, dtype):
+    case = cases.parse(f"attention/step/{dtype}/h4k2d16/{cache}/b3s100")
+    results, skipped = measure.measure_together([(case, ["onchip:reference", "numpy:plain"])])
+    assert len(skipped) == 1 and "forward pass only" in skipped[0]["reason"]
+    [result] = results
+    assert result["case"] == case.name
+    assert 0 < result["error"]["max"] < {"fp32": 1e-6, "bf16": 4e-3}[dtype]
+    cpu = result | {"backend": "cpu"}
+    best_s = min(result["samples_ms"]) / 1e3
+    share = measure.shares(cpu, {"read_tbps": 0.5, "fma_fp32_x_tflops": 1.0})
+    assert share == {"bandwidth_use": pytest.approx(case.tensor_bytes / best_s / 0.5e12)}
+
+
 def test_what_would_take_too_long_is_skipped():
     slow = cases.parse("attention/fwd/fp32/h1d64/full/b1s30000")
     results, skipped = measure.measure_together([(slow, ["onchip:reference"])], limit_s=0.5)

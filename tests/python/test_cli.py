@@ -175,6 +175,57 @@ EXPLAINED = [
         ),
     ),
     (
+        "attention_backward --dtype bf16 --q 2,1024,16,128 --d-lse",
+        lambda: onchip.explain("attention_backward", *[BF16] * 5, LSE, d_lse=LSE),
+    ),
+    (
+        "attention_decode --dtype bf16 --q 2,1,16,128 --k-cache 5,4096,4,128 "
+        "--cache-seqlens 7,900 --cache-slot 3,-1 --window-left 64 --backend reference",
+        lambda: onchip.explain(
+            "attention_decode",
+            ArraySpec((2, 1, 16, 128), "bfloat16"),
+            *[ArraySpec((5, 4096, 4, 128), "bfloat16")] * 2,
+            cache_seqlens=[7, 900],
+            cache_slot=[3, -1],
+            window=(64, -1),
+            backend="reference",
+        ),
+    ),
+    (
+        "attention_decode --q 2,3,8,96 --k-cache 70,16,2,96 --v-cache 70,16,2,64 "
+        "--cache-seqlens 5,900 --k-new 2,3,2,96 --page-table 58 --rotary-dim 32 "
+        "--rotary-interleaved --segment-ids --sink",
+        lambda: onchip.explain(
+            "attention_decode",
+            ArraySpec((2, 3, 8, 96), "float32"),
+            ArraySpec((70, 16, 2, 96), "float32"),
+            ArraySpec((70, 16, 2, 64), "float32"),
+            cache_seqlens=[5, 900],
+            k_new=ArraySpec((2, 3, 2, 96), "float32"),
+            v_new=ArraySpec((2, 3, 2, 64), "float32"),
+            page_table=np.concatenate(
+                [[[0, *[0] * 57]], [[*range(1, 58), 0]]], dtype=np.int32, casting="unsafe"
+            ),
+            rotary_cos=ArraySpec((2000, 16), "float32"),
+            rotary_sin=ArraySpec((2000, 16), "float32"),
+            rotary_interleaved=True,
+            q_segment_ids=ArraySpec((2, 3), "int32"),
+            kv_segment_ids=ArraySpec((2, 903), "int32"),
+            sink=ArraySpec((8,), "float32"),
+        ),
+    ),
+    (
+        "attention_decode --device cuda --dtype fp16 --q 2,1,8,64 --k-cache 9,16,2,64 "
+        "--cache-seqlens 5,9 --page-table 4",
+        lambda: onchip.explain(
+            "attention_decode",
+            ArraySpec((2, 1, 8, 64), "float16", "cuda"),
+            *[ArraySpec((9, 16, 2, 64), "float16", "cuda")] * 2,
+            cache_seqlens=ArraySpec((2,), "int32", "cuda"),
+            page_table=ArraySpec((2, 4), "int32", "cuda"),
+        ),
+    ),
+    (
         "merge --o1 2,1024,16,128 --dtype bf16",
         lambda: onchip.explain("merge", BF16, LSE, BF16, LSE),
     ),
@@ -182,7 +233,9 @@ EXPLAINED = [
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"), EXPLAINED, ids=["grouped", "packed", "backward", "masked", "merge"]
+    ("words", "wanted"),
+    EXPLAINED,
+    ids=["grouped", "packed", "backward", "masked", "d_lse", "slots", "paged", "cuda", "merge"],
 )
 def test_explain(run, words, wanted):
     status, out, err = run("explain", *words.split())
@@ -198,6 +251,22 @@ def test_explain(run, words, wanted):
         (["explain", "attention_forward", "--q", "2,3"], "attention_forward: q: got "),
         (["explain", "attention", "--q", "2,3,4,5"], "explain: op_name: got 'attention', wanted"),
         (["explain", "merge"], "explain: o1: got nothing, wanted"),
+        (
+            ["explain", "attention_decode", "--q", "2,1,4,8"],
+            "explain: cache_seqlens: got nothing, wanted the lengths",
+        ),
+        (
+            ["explain", "attention_decode", "--q", "2,1,4,8", "--cache-seqlens", "1,2"],
+            "explain: k_cache: got nothing, wanted its shape",
+        ),
+        (
+            ["explain", "attention_decode", "--q", "2,1,4,8", "--dropout-p", "0.5"],
+            "explain: dropout_p: got 0.5, wanted nothing: attention_decode does not take it",
+        ),
+        (
+            ["explain", "attention_forward", "--q", "2,3,4,5", "--rotary-dim", "4"],
+            "explain: rotary_dim: got 4, wanted nothing: attention_forward does not take it",
+        ),
         (
             ["explain", "merge", "--o1", "2,3,4,5", "--causal"],
             "explain: causal: got True, wanted nothing: merge does not take it",
@@ -258,14 +327,21 @@ def test_help(run):
             assert parameter.name in text if parameter.positional else parameter.flag in text
 
 
-def test_explain_reaches_every_option():
-    options = set(inspect.signature(onchip.ops.attention_forward).parameters)
+@pytest.mark.parametrize(
+    "operator", ["attention_forward", "attention_backward", "attention_decode"]
+)
+def test_explain_reaches_every_option(operator):
+    options = set(inspect.signature(getattr(onchip.ops, operator)).parameters)
+    options -= {"d_o", "o", "lse"}  # shaped by the others
     spelled = {parameter.name for parameter in parameters(commands.explain)}
     otherwise = {
         "window": "window_left",
         "q_segment_ids": "segment_ids",
         "kv_segment_ids": "segment_ids",
         "dropout_rng": "dropout_p",
+        "rotary_cos": "rotary_dim",
+        "rotary_sin": "rotary_dim",
+        "q_positions": "rotary_dim",  # changes no choice
     }
     assert {otherwise.get(name, name) for name in options} <= spelled
 

@@ -10,18 +10,11 @@ from typing import Annotated, Any
 import onchip
 from onchip import _native
 from onchip._text import aligned
-from onchip.cli.signature import parameters
+from onchip.cli.explain import explain
+from onchip.cli.signature import refuse_unused
 from onchip.errors import InvalidArgument, Unsupported
 
 _FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "rich", "typer", "matplotlib")
-
-_DTYPES = {
-    "fp64": "float64",
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "e4m3": "float8_e4m3",
-}
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> str:
@@ -100,140 +93,6 @@ def doctor() -> str:
     return "".join(parts)
 
 
-def _integers(name: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise InvalidArgument(
-            f"explain: {name}: got {text!r}, wanted integers with commas between them"
-        ) from None
-
-
-class _Shapes:
-    """Array specs of one dtype and device from the texts of the command line."""
-
-    def __init__(self, dtype: str, device: str) -> None:
-        self.dtype = _DTYPES.get(dtype, dtype)
-        self.device = device
-        self.lse_dtype = "float64" if self.dtype == "float64" else "float32"
-
-    def of(self, shape: Iterable[int], dtype: str | None = None) -> onchip.ArraySpec:
-        return onchip.ArraySpec(tuple(shape), dtype or self.dtype, self.device)
-
-    def parse(self, name: str, text: str | None, dtype: str | None = None) -> Any:
-        shape = _integers(name, text)
-        return None if shape is None else self.of(shape, dtype)
-
-    def lse_of(self, o: onchip.ArraySpec) -> onchip.ArraySpec:
-        rows_and_heads = tuple(o.shape)[:-1]
-        return self.of(rows_and_heads[:-2] + rows_and_heads[-2:][::-1], self.lse_dtype)
-
-
-def _refuse_unused(command: str, action: str, given: dict[str, tuple[Any, Any]]) -> None:
-    """given: what `action` has no use for, as (value, default)."""
-    for name, (value, default) in given.items():
-        if value != default:
-            raise InvalidArgument(
-                f"{command}: {name}: got {value!r}, wanted nothing: {action} does not take it"
-            )
-
-
-def explain(
-    operator: Annotated[str, "attention_forward, attention_backward or merge"],
-    *,
-    q: Annotated[str | None, "shape of q: batch,seqlen_q,heads,dim, or total,heads,dim"] = None,
-    k: Annotated[str | None, "shape of k; absent: as q"] = None,
-    v: Annotated[str | None, "shape of v; absent: as k"] = None,
-    o1: Annotated[str | None, "merge: shape of each part"] = None,
-    dtype: Annotated[str, "float64 float32 float16 bfloat16, or fp64 fp32 fp16 bf16"] = "float32",
-    device: Annotated[str, "cpu, cuda or cuda:N"] = "cpu",
-    scale: Annotated[float | None, "of q.k; absent: head_dim_qk ** -0.5"] = None,
-    causal: Annotated[bool, "query i sees keys j <= i + off"] = False,
-    alignment: Annotated[str, "bottom_right or top_left"] = "bottom_right",
-    window_left: Annotated[int, "-1: no bound"] = -1,
-    window_right: Annotated[int, "-1: no bound"] = -1,
-    softcap: Annotated[float, "0: none"] = 0.0,
-    bias: Annotated[str | None, "shape of bias"] = None,
-    mask: Annotated[str | None, "shape of mask"] = None,
-    alibi_slopes: Annotated[str | None, "shape of alibi_slopes"] = None,
-    segment_ids: Annotated[bool, "with q_segment_ids and kv_segment_ids"] = False,
-    sink: Annotated[bool, "with a sink"] = False,
-    dropout_p: Annotated[float, "in [0, 1)"] = 0.0,
-    cu_seqlens_q: Annotated[str | None, "values, e.g. 0,100,300"] = None,
-    cu_seqlens_kv: Annotated[str | None, "values"] = None,
-    seqlens_q: Annotated[str | None, "values"] = None,
-    seqlens_kv: Annotated[str | None, "values"] = None,
-    max_seqlen_q: Annotated[int | None, "a hint"] = None,
-    max_seqlen_kv: Annotated[int | None, "a hint"] = None,
-    precision: Annotated[str | None, "tf32"] = None,
-    deterministic: Annotated[bool, "backward bitwise repeatable"] = False,
-    batch_invariant: Annotated[bool, "bits do not depend on the rest of the call"] = False,
-    check: Annotated[bool, "validate values on a GPU too"] = False,
-    backend: Annotated[str | None, "force one by name"] = None,
-) -> str:
-    """Which backend would take a call given by its shapes, and why each other one would not.
-
-    onchip explain attention_forward --dtype bf16 --q 2,1024,16,128 --k 2,1024,4,128 --causal
-    """
-    given = locals()
-    used_by_merge = ("operator", "o1", "dtype", "device", "backend")
-    is_merge = operator == "merge"
-    _refuse_unused(
-        "explain",
-        operator,
-        {
-            parameter.name: (given[parameter.name], parameter.default)
-            for parameter in parameters(explain)
-            if (parameter.name not in used_by_merge if is_merge else parameter.name == "o1")
-        },
-    )
-    shapes = _Shapes(dtype, device)
-    if is_merge:
-        part = shapes.parse("o1", o1)
-        if part is None:
-            raise InvalidArgument("explain: o1: got nothing, wanted the shape of a part")
-        lse = shapes.lse_of(part)
-        return onchip.explain("merge", part, lse, part, lse, backend=backend)
-    k, v = k or q, v or k or q
-    arrays = [shapes.parse(name, text) for name, text in (("q", q), ("k", k), ("v", v))]
-    if arrays[0] is None:
-        raise InvalidArgument("explain: q: got nothing, wanted its shape")
-    q_shape, k_shape = tuple(arrays[0].shape), tuple(arrays[1].shape)
-    if operator == "attention_backward":
-        o = shapes.of(q_shape[:-1] + tuple(arrays[2].shape)[-1:])
-        arrays = [o, *arrays, o, shapes.lse_of(o)]
-    return onchip.explain(
-        operator,
-        *arrays,
-        scale=scale,
-        causal=causal,
-        alignment=alignment,
-        window=(window_left, window_right),
-        softcap=softcap,
-        bias=shapes.parse("bias", bias),
-        mask=shapes.parse("mask", mask, "bool"),
-        alibi_slopes=shapes.parse("alibi_slopes", alibi_slopes, "float32"),
-        q_segment_ids=shapes.of(q_shape[:-2], "int32") if segment_ids else None,
-        kv_segment_ids=shapes.of(k_shape[:-2], "int32") if segment_ids else None,
-        sink=shapes.of(q_shape[-2:-1], "float32") if sink else None,
-        dropout_p=dropout_p,
-        dropout_rng=(0, 0) if dropout_p else None,
-        cu_seqlens_q=_integers("cu_seqlens_q", cu_seqlens_q),
-        cu_seqlens_kv=_integers("cu_seqlens_kv", cu_seqlens_kv),
-        seqlens_q=_integers("seqlens_q", seqlens_q),
-        seqlens_kv=_integers("seqlens_kv", seqlens_kv),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        precision=precision,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-        check=check,
-        backend=backend,
-    )
-
-
 def kernels(
     action: Annotated[str, "list, warm, resources or build"],
     *,
@@ -246,7 +105,7 @@ def kernels(
     shared memory of each. build: write an archive that a machine without NVRTC can use.
     """
     if action != "build":
-        _refuse_unused("kernels", action, {"path": (path, None)})
+        refuse_unused("kernels", action, {"path": (path, None)})
     if action == "list":
         return _table(_native.kernels_list(filter), ("name",))
     if action == "resources":

@@ -5,6 +5,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from onchip.errors import InvalidArgument
+
 Command = Callable[..., str]
 
 
@@ -38,3 +40,12 @@ def parameters(command: Command) -> list[Parameter]:
         positional = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
         found.append(Parameter(parameter.name, choices[0], parameter.default, text, positional))
     return found
+
+
+def refuse_unused(command: str, action: str, given: dict[str, tuple[Any, Any]]) -> None:
+    """given: what `action` has no use for, as (value, default)."""
+    for name, (value, default) in given.items():
+        if value != default:
+            raise InvalidArgument(
+                f"{command}: {name}: got {value!r}, wanted nothing: {action} does not take it"
+            )
