@@ -194,7 +194,7 @@ EXPLAINED = [
     (
         "attention_decode --q 2,3,8,96 --k-cache 70,16,2,96 --v-cache 70,16,2,64 "
         "--cache-seqlens 5,900 --k-new 2,3,2,96 --page-table 58 --rotary-dim 32 "
-        "--rotary-interleaved --segment-ids --sink",
+        "--rotary-interleaved --q-positions --segment-ids --sink",
         lambda: onchip.explain(
             "attention_decode",
             ArraySpec((2, 3, 8, 96), "float32"),
@@ -209,6 +209,7 @@ EXPLAINED = [
             rotary_cos=ArraySpec((2000, 16), "float32"),
             rotary_sin=ArraySpec((2000, 16), "float32"),
             rotary_interleaved=True,
+            q_positions=np.zeros((2, 3), np.int32),
             q_segment_ids=ArraySpec((2, 3), "int32"),
             kv_segment_ids=ArraySpec((2, 903), "int32"),
             sink=ArraySpec((8,), "float32"),
@@ -341,7 +342,6 @@ def test_explain_reaches_every_option(operator):
         "dropout_rng": "dropout_p",
         "rotary_cos": "rotary_dim",
         "rotary_sin": "rotary_dim",
-        "q_positions": "rotary_dim",  # changes no choice
     }
     assert {otherwise.get(name, name) for name in options} <= spelled
 
