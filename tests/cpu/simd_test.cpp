@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "core/dtype.hpp"
@@ -109,6 +112,43 @@ TEST_P(SimdOn, Exp2F32) {
     }
   }
   EXPECT_LE(worst, 1.5);
+}
+
+// In units of the last place that fp32 has at `exact`, a normal number of fp32.
+double ulps_of_f32(float got, double exact) {
+  const auto exponent = std::bit_cast<std::uint64_t>(exact) & 0x7ff0000000000000u;
+  return std::fabs(got - exact) / std::bit_cast<double>(exponent) * 0x1p23;
+}
+
+// Every float from -0 down to -126 and then to -inf; a sample unless the long tests run.
+TEST_P(SimdOn, Exp2OfEveryF32) {
+  const bool all = std::getenv("ONCHIP_TEST_LONG") != nullptr;
+  constexpr std::uint64_t kBegin = 0x80000000u;
+  constexpr std::uint64_t kSmallest = 0xc2fc0000u;  // -126
+  constexpr std::uint64_t kEnd = 0xff800000u;       // -inf
+  const std::uint64_t step = all ? 1 : 331;
+  std::vector<float> x(std::size_t{1} << 16);
+  std::vector<float> y(x.size());
+  double worst = 0.0;
+  std::uint64_t bits = kBegin;
+  while (bits <= kEnd) {
+    std::size_t count = 0;
+    for (; count < x.size() && bits <= kEnd; bits += step) {
+      x[count++] = std::bit_cast<float>(static_cast<std::uint32_t>(bits));
+    }
+    std::fill(x.begin() + static_cast<std::ptrdiff_t>(count), x.end(), -1.0f);
+    probe_.exp2_f32(x.data(), y.data(), x.size());
+    for (std::size_t i = 0; i < count; ++i) {
+      if (std::bit_cast<std::uint32_t>(x[i]) > kSmallest) {
+        ASSERT_EQ(y[i], 0.0f) << x[i];
+      } else {
+        worst = std::max(worst, ulps_of_f32(y[i], std::exp2(static_cast<double>(x[i]))));
+      }
+    }
+  }
+  RecordProperty("worst_ulps", std::to_string(worst));
+  // docs/numerics.md, section 4.
+  EXPECT_LE(worst, GetParam() == cpu::Isa::portable ? 1.25 : 1.0);
 }
 
 TEST_P(SimdOn, Exp2F64) {
