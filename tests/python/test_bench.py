@@ -229,6 +229,40 @@ def test_a_decoding_step(cache, dtype):
     assert share == {"bandwidth_use": pytest.approx(case.tensor_bytes / best_s / 0.5e12)}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention/fwd/fp32/h4k2d16/causal/b2s70",
+        "attention/fwd/bf16/h2d16/full/b2s70",
+        "attention/bwd/fp32/h2d16/causal/b2s70",
+        "attention/bwd/bf16/h4k2d16/full/b1s70",
+        "attention/fwdbwd/fp64/h2d16/causal/b1s70",
+        "attention/step/fp16/h4k2d16/contiguous/b2s70",
+    ],
+)
+def test_pytorch_computes_the_same_case(name):
+    pytest.importorskip("torch")
+    case = cases.parse(name)
+    result = measure.measure(case, "torch:sdpa", budget_s=0.0, seed=0)
+    assert (result["case"], result["impl"], result["backend"]) == (name, "torch:sdpa", "cpu")
+    # Right inputs in the right order: a wrong one is off by the size of the results.
+    bound = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}[case.dtype]
+    assert 0 < result["error"]["max"] < bound * max(1.0, result["error"]["max_ref"])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("attention/fwd/fp32/h2d16/window4/b1s8", "has no window"),
+        ("attention/step/fp32/h2d16/paged4/b1s8", "has no paged cache"),
+    ],
+)
+def test_what_pytorch_has_not(name, reason):
+    pytest.importorskip("torch")
+    with pytest.raises(measure.Skipped, match=reason):
+        measure.measure(cases.parse(name), "torch:sdpa", budget_s=0.0, seed=0)
+
+
 def test_what_would_take_too_long_is_skipped():
     slow = cases.parse("attention/fwd/fp32/h1d64/full/b1s30000")
     results, skipped = measure.measure_together([(slow, ["onchip:reference"])], limit_s=0.5)
