@@ -321,12 +321,6 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     if (thread == 0) block.arrive(Barrier::q_empty, n);
     __syncwarp();
   };
-  const auto last_pv = [&](int use) {
-    block.wait_full(Barrier::v_full, use);
-    pin(o, probabilities);
-    wgmma_fence();
-    issue_pv(use);
-  };
   const auto take_q = [&](int n) {
     block.wait_full(Barrier::q_full, n);
     const u32 slab = q_slab + (n & 1) * kSmem.q_slot_bytes;
@@ -342,8 +336,6 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     block.wait_full(Barrier::k_full, it);
   };
   const auto first_softmax = [&](int n, int j) {
-    wgmma_wait_group<0>();
-    pin(s, q);
     release(Barrier::k_empty, it);
     mask_block(n, j);
     softmax_block<true, true, kVote>(s, state, c);
@@ -402,6 +394,8 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
     pin(s);
     wgmma_fence();
     issue_qk(n, it);
+    wgmma_wait_group<0>();
+    pin(s, q);
     first_softmax(n, j);
     for (;; ++n) {
 #pragma unroll
@@ -413,29 +407,30 @@ ONCHIP_DEVICE void multiply(const Block<spec>& block, const Maps& maps) {
 #pragma unroll 1
       for (; j > 0; --j) step(Constant<false>{}, n, j - 1);
 
-      // The tile's last O += P V and the next tile's first S. NOTE(codegen): everything is decided
-      // before, and a tile without a next has its own path: ptxas serialises products with a branch
-      // between them (C7514; nvcc 13.0).
+      // The tile's last O += P V and the next tile's first S; without a next tile S is the product
+      // of what lies there, which nobody looks at. NOTE(codegen): a path of its own for that case
+      // would cost a quarter more time to compile; a branch between the products, serialised ones
+      // (C7514; nvcc 13.0). So everything is decided before.
       rescale(o, state);
       const int last = it++;
       j = take_tile(n + 1, full) - 1;
-      if (j < 0) {
-        last_pv(last);
-        wgmma_wait_group<0>();
-        pin(o);
-        release(Barrier::v_empty, last);
-        finish_tile(n);
-        free_q(n);
-        break;
-      }
-      take_q(n + 1);
-      pin(s);
-      last_pv(last);
+      const bool more = j >= 0;
+      if (more) take_q(n + 1);
+      block.wait_full(Barrier::v_full, last);
+      pin(s, o, probabilities);
+      wgmma_fence();
+      issue_pv(last);
       issue_qk(n + 1, it);
       wgmma_wait_group<1>();
       pin(o, probabilities);
       release(Barrier::v_empty, last);
       finish_tile(n);
+      wgmma_wait_group<0>();
+      pin(s, q);
+      if (!more) {
+        free_q(n);
+        break;
+      }
       first_softmax(n + 1, j);
       free_q(n);
     }
