@@ -9,16 +9,19 @@ What differs:
   that sees no key. The probabilities are not computed anywhere; with dropout, where flash_attn
   would return them, the request is refused.
 - Dropout draws from PyTorch's default generator, but its mask is onchip's.
-- alibi_slopes may have any float dtype. A paged block_table is refused.
+- alibi_slopes may have any float dtype. flash_attn_varlen_func takes no block_table, and
+  flash_attn_with_kvcache neither cache_leftpad nor a number of splits.
 - max_seqlen_q and max_seqlen_k are hints: a wrong one changes no result.
 """
 
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from onchip.errors import InvalidArgument, Unsupported
 from onchip.torch._attention import attention
+from onchip.torch._decode import attention_decode
 from onchip.torch._random import draw_dropout_rng
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor, None]
@@ -294,4 +298,83 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q [batch, seqlen_q, heads_q, head_dim] over a cache [batch_cache, seqlen_cache, heads_kv,
+    head_dim], or with block_table [num_blocks, block_size, heads_kv, head_dim]; k and v, [batch,
+    seqlen_new, heads_kv, head_dim], are written into it behind the cache_seqlens rows of each
+    sequence, and attended to.
+
+    cache_seqlens: int32 [batch] or one number for all; None, without k: the whole cache.
+    rotary_cos, rotary_sin: [max_pos, rotary_dim / 2]; k is rotated at cache_seqlens and on, q too
+        where causal or window_size makes its rows differ, else all of q at cache_seqlens.
+
+    For inference: no gradients. Returns o, or with return_softmax_lse (o, softmax_lse).
+    """
+    name = "flash_attn_with_kvcache"
+    if cache_leftpad is not None:
+        raise Unsupported(f"{name}: cache_leftpad: got a tensor, wanted None: rows from 0 on")
+    if num_splits != 0:
+        raise Unsupported(
+            f"{name}: num_splits: got {num_splits}, wanted 0: onchip chooses by itself "
+            "(onchip.torch.attention_decode has batch_invariant)"
+        )
+    batch, seqlen_q = q.shape[:2]
+    if cache_seqlens is None:
+        if k is not None:
+            raise InvalidArgument(f"{name}: cache_seqlens: got None with k, wanted the lengths")
+        rows = k_cache.shape[1]
+        cache_seqlens = rows if block_table is None else rows * block_table.shape[1]
+    lengths: Tensor
+    if isinstance(cache_seqlens, Tensor):
+        lengths = cache_seqlens
+    else:
+        lengths = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    positions = None
+    if rotary_cos is not None:
+        positions = lengths[:, None].expand(batch, seqlen_q)
+        if causal or tuple(window_size) != (-1, -1):
+            steps = torch.arange(seqlen_q, dtype=positions.dtype, device=positions.device)
+            positions = positions + steps
+    return attention_decode(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=lengths,
+        k_new=k,
+        v_new=v,
+        page_table=block_table,
+        cache_slot=cache_batch_idx,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved and rotary_cos is not None,
+        q_positions=positions,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_softmax_lse,
     )

@@ -10,6 +10,7 @@ GPU: calls may be captured in a CUDA graph and replayed. Inside `torch.compile` 
 
 from onchip.torch import nn
 from onchip.torch._attention import attention
+from onchip.torch._decode import attention_decode
 from onchip.torch._sdpa import scaled_dot_product_attention
 
-__all__ = ["attention", "nn", "scaled_dot_product_attention"]
+__all__ = ["attention", "attention_decode", "nn", "scaled_dot_product_attention"]

@@ -40,22 +40,21 @@ GRADIENTS = tuple("d" + name for name in DIFFERENTIABLE)
 _ALIBI = TENSOR_NAMES.index("alibi_slopes")
 
 
-def integers(name: str, value: Any) -> Tensor:
+def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor as it is; a sequence of integers as one in host memory."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, (list, tuple, range)):
         raise InvalidArgument(
-            f"{FORWARD.name}: {name}: got {type(value).__name__}, "
-            "wanted a tensor or a sequence of integers"
+            f"{op}: {name}: got {type(value).__name__}, wanted a tensor or a sequence of integers"
         )
     try:
         numbers = [x if isinstance(x, int) else operator.index(x) for x in value]
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidArgument(
-            f"{FORWARD.name}: {name}: got a {type(value).__name__} ({error}), "
-            "wanted integers of 64 bits or an integer tensor"
+            f"{op}: {name}: got a {type(value).__name__} ({error}), "
+            f"wanted integers of {dtype.itemsize * 8} bits or an integer tensor"
         ) from None
 
 

@@ -90,11 +90,11 @@ def attention(
         q_segment_ids,
         kv_segment_ids,
         sink,
-        None if dropout_rng is None else integers("dropout_rng", dropout_rng),
-        None if cu_seqlens_q is None else integers("cu_seqlens_q", cu_seqlens_q),
-        None if cu_seqlens_kv is None else integers("cu_seqlens_kv", cu_seqlens_kv),
-        None if seqlens_q is None else integers("seqlens_q", seqlens_q),
-        None if seqlens_kv is None else integers("seqlens_kv", seqlens_kv),
+        None if dropout_rng is None else integers(FORWARD.name, "dropout_rng", dropout_rng),
+        None if cu_seqlens_q is None else integers(FORWARD.name, "cu_seqlens_q", cu_seqlens_q),
+        None if cu_seqlens_kv is None else integers(FORWARD.name, "cu_seqlens_kv", cu_seqlens_kv),
+        None if seqlens_q is None else integers(FORWARD.name, "seqlens_q", seqlens_q),
+        None if seqlens_kv is None else integers(FORWARD.name, "seqlens_kv", seqlens_kv),
     )
     values = (
         scale,

@@ -25,6 +25,7 @@ from onchip.torch._arguments import (
     refuse_tangents,
     transforms_active,
 )
+from onchip.torch._library import LIBRARY, define
 
 _COUNT = len(TENSOR_NAMES)
 
@@ -185,41 +186,24 @@ def run(tensors: Any, values: Any, want_lse: bool) -> Any:
 # ---- registration --------------------------------------------------------------------------------
 
 
-def _schema(op: _calls.Operator, saved: Sequence[str], last: Sequence[str], results: int) -> str:
-    arguments = ", ".join(
-        [
-            *saved,
-            *(f"Tensor {name}" for name in TENSOR_NAMES[:REQUIRED]),
-            *(f"Tensor? {name}" for name in TENSOR_NAMES[REQUIRED:]),
-            *(f"{kind} {name}" for name, kind in VALUES.items()),
-            *last,
-        ]
-    )
-    return f"{op.name}({arguments}) -> ({', '.join(['Tensor'] * results)})"
-
-
-_library = torch.library.Library("onchip", "DEF")
-_SCHEMAS = {
-    FORWARD.name: _schema(FORWARD, (), (), 2),
-    BACKWARD.name: _schema(
-        BACKWARD,
-        ("Tensor d_o", "Tensor o", "Tensor lse", "Tensor? d_lse"),
-        (f"bool[{len(DIFFERENTIABLE)}] wanted",),
-        len(DIFFERENTIABLE),
+_ARGUMENTS = (
+    *(f"Tensor {name}" for name in TENSOR_NAMES[:REQUIRED]),
+    *(f"Tensor? {name}" for name in TENSOR_NAMES[REQUIRED:]),
+    *(f"{kind} {name}" for name, kind in VALUES.items()),
+)
+define(FORWARD.name, _ARGUMENTS, 2, _forward, _forward_shapes)
+define(
+    BACKWARD.name,
+    (
+        *("Tensor d_o", "Tensor o", "Tensor lse", "Tensor? d_lse"),
+        *_ARGUMENTS,
+        f"bool[{len(DIFFERENTIABLE)}] wanted",
     ),
-}
-_KERNELS = {
-    FORWARD.name: (_forward, _forward_shapes),
-    BACKWARD.name: (_backward, _backward_shapes),
-}
-for _name, (_kernel, _shapes) in _KERNELS.items():
-    _library.define(_SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-    torch.library.register_fake(f"onchip::{_name}", _shapes, lib=_library)
-torch.library.register_autograd(
-    f"onchip::{FORWARD.name}", _differentiate, setup_context=_save, lib=_library
+    len(DIFFERENTIABLE),
+    _backward,
+    _backward_shapes,
 )
 torch.library.register_autograd(
-    f"onchip::{BACKWARD.name}", _refuse_second_derivatives, lib=_library
+    f"onchip::{FORWARD.name}", _differentiate, setup_context=_save, lib=LIBRARY
 )
+torch.library.register_autograd(f"onchip::{BACKWARD.name}", _refuse_second_derivatives, lib=LIBRARY)

@@ -92,7 +92,7 @@ def forward(tensors: Tensors, values: Values, want_lse: bool) -> tuple[Tensor, T
     return o, lse
 
 
-def _detached(names: Sequence[str], tensors: Tensors) -> dict[str, Any]:
+def detached(names: Sequence[str], tensors: Tensors) -> dict[str, Any]:
     return {
         name: None if tensor is None else tensor.detach()
         for name, tensor in zip(names, tensors, strict=True)
@@ -102,7 +102,7 @@ def _detached(names: Sequence[str], tensors: Tensors) -> dict[str, Any]:
 def _forward_of_any_layout(
     tensors: Tensors, values: Values, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    arguments = dict(zip(VALUES, values, strict=True)) | _detached(TENSOR_NAMES, tensors)
+    arguments = dict(zip(VALUES, values, strict=True)) | detached(TENSOR_NAMES, tensors)
     results = _calls.run(FORWARD, arguments, () if want_lse else ("lse",))
     return results["o"], results.get("lse")
 
@@ -127,7 +127,7 @@ def backward(
     stream = _stream(q)
     arguments = dict(zip(VALUES, values, strict=True))
     if not _add_views(BACKWARD.name, arguments, names, given, stream):
-        arguments = dict(zip(VALUES, values, strict=True)) | _detached(names, given)
+        arguments = dict(zip(VALUES, values, strict=True)) | detached(names, given)
         unwanted = [name for name, want in zip(GRADIENTS, wanted, strict=True) if not want]
         results = _calls.run(BACKWARD, arguments, unwanted)
         return [results.get(name) for name in GRADIENTS]
