@@ -48,7 +48,7 @@ def _granularity():
 
 class Mapping:
     """Mapped memory between two stretches, each as long, of addresses that are reserved and
-    nothing else."""
+    nothing else. Needs torch's context."""
 
     def __init__(self, nbytes):
         lib = driver.library()

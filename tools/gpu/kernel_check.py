@@ -508,7 +508,9 @@ def phase_check():
 def phase_guard():
     """Above all packed ones: their maps' base addresses lie below the tensors."""
     import guard_pages
+    import torch
 
+    torch.zeros(1, device="cuda")  # makes the context that mappings need
     problem = guard_pages.probe()
     if problem:
         return 0, [f"the guards do not hold: {problem}"]
