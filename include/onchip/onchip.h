@@ -115,7 +115,10 @@ enum {
   ONCHIP_ATTENTION_FORWARD = 1,
   ONCHIP_ATTENTION_BACKWARD = 2,
   ONCHIP_ATTENTION_MERGE = 3,
-  ONCHIP_ATTENTION_DECODE = 4
+  ONCHIP_ATTENTION_DECODE = 4,
+  ONCHIP_LINEAR_FORWARD = 16,
+  ONCHIP_LINEAR_BACKWARD = 17,
+  ONCHIP_LINEAR_STEP = 18
 };
 
 /* ---- exact attention (docs/semantics.md, section 2) ------------------------------------------ */
@@ -305,6 +308,181 @@ ONCHIP_API onchip_status onchip_attention_decode_plan(const onchip_attention_dec
 ONCHIP_API onchip_status onchip_attention_decode_run(const onchip_plan* plan,
                                                      const onchip_attention_decode_args* args,
                                                      void* workspace, void* stream);
+
+/* ---- linear attention (docs/semantics.md, section 3) -----------------------------------------
+ *
+ * Every operator is a row of one table: it turns its tensors into q, k, v, log_decay and erase
+ * vectors of one of five engines, whose state S in R^{dk x dv} per (sequence, value head) follows
+ *   S_t = T_t S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t,
+ * and may normalise or gate what it read. `op` in the options names the row. */
+
+typedef int32_t onchip_linear_operator;
+enum {
+  ONCHIP_LINEAR_ATTENTION = 1,    /* S = S + k v^T */
+  ONCHIP_RETENTION = 2,           /* S = alpha_h S + k v^T, log alpha_h = log(1 - 2^(-5-h)) */
+  ONCHIP_LIGHTNING_ATTENTION = 3, /* S = alpha_h S + k v^T, alpha_h given */
+  ONCHIP_SIMPLE_GLA = 4,          /* S = alpha_t S + k v^T */
+  ONCHIP_MAMBA2 = 5,              /* S = e^(dt' A) S + dt' B x^T, y = (S^T C + D x) silu(z) */
+  ONCHIP_MLSTM = 6                /* S = f S + i k v^T, normalised */
+};
+
+/* The tensors of an operator by their role, and its gradients likewise; absent ones NULL. "rows" is
+ * [batch, T, ..], packed [total, ..], of one step [batch, ..]. q, k, v have one float dtype, every
+ * other tensor any float dtype. Hv is a multiple of Hk: value head h reads head h / (Hv / Hk).
+ *
+ *   operator             q  k  v  gate            beta            further
+ *   linear_attention     q  k  v
+ *   retention            q  k  v
+ *   lightning_attention  q  k  v  log_decay [Hv]
+ *   simple_gla           q  k  v  log_decay
+ *   mamba2               C  B  x  dt                              A, dt_bias, D, z
+ *   mlstm                q  k  v  f               i
+ *
+ * log_decay of lightning_attention is a number a head; that of the others rows [Hv], or a number a
+ * head, or absent (no decay). */
+typedef struct onchip_linear_tensors {
+  size_t struct_size;
+  const onchip_tensor* q;       /* rows [Hk, dk] */
+  const onchip_tensor* k;       /* rows [Hk, dk] */
+  const onchip_tensor* v;       /* rows [Hv, dv] */
+  const onchip_tensor* gate;    /* rows [Hv], or as the table says */
+  const onchip_tensor* beta;    /* rows [Hv] */
+  const onchip_tensor* a;       /* erase vector */
+  const onchip_tensor* b;       /* write vector */
+  const onchip_tensor* u;       /* bonus */
+  const onchip_tensor* A;       /* [Hv] */
+  const onchip_tensor* dt_bias; /* [Hv]; may be absent */
+  const onchip_tensor* D;       /* [Hv] or [Hv, dv]; may be absent */
+  const onchip_tensor* z;       /* rows [Hv, dv]; may be absent */
+} onchip_linear_tensors;
+
+#define ONCHIP_LINEAR_TENSORS_INIT \
+  {sizeof(onchip_linear_tensors),  \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL,                           \
+   NULL}
+
+/* Order of the state's matrix: [N, Hv, dk, dv] or [N, Hv, dv, dk]. Default: kv; vk for mamba2. */
+enum { ONCHIP_STATE_DEFAULT = 0, ONCHIP_STATE_KV = 1, ONCHIP_STATE_VK = 2 };
+
+/* mlstm's input gate. */
+enum { ONCHIP_GATE_EXP = 0, ONCHIP_GATE_SIGMOID = 1 };
+
+/* One struct for forward, backward and step. A field that the operator does not have must keep its
+ * default. */
+typedef struct onchip_linear_options {
+  size_t struct_size;
+  double scale;              /* of the read; NaN = dk^-1/2, 1 for mamba2; finite */
+  double eps;                /* mlstm: added to the denominator; >= 0 */
+  double dt_min;             /* mamba2: dt' = clamp(softplus(dt + dt_bias), dt_min, dt_max) */
+  double dt_max;             /* INFINITY = no bound */
+  int64_t chunk_len;         /* backward keeps a state every so many tokens: a multiple of 16, or
+                                0 = pick. Memory against recomputation; changes no result */
+  int32_t op;                /* onchip_linear_operator */
+  int32_t state_layout;      /* ONCHIP_STATE_* */
+  int32_t normalize;         /* linear_attention: 0 (default) or 1; mlstm: 0 or 1, default 1 with
+                                the exponential gate, 0 with the sigmoid; -1 = default */
+  int32_t gate;              /* mlstm: ONCHIP_GATE_* */
+  int32_t detach_normalizer; /* mlstm's backward: the denominator is a constant */
+  int32_t dt_softplus;       /* mamba2: 0 = dt' = clamp(dt + dt_bias) */
+  int32_t check;             /* refuse log_decay > 0, A > 0 and NaN; on a device: also lengths */
+  const char* backend;       /* force one by name; NULL picks */
+  const onchip_tensor* cu_seqlens; /* int32 or int64 [num_seqs + 1]; makes tensors packed */
+  const onchip_tensor* seqlens;    /* int32 or int64 [num_seqs]: used rows of each slot */
+} onchip_linear_options;
+
+/* clang-format off */
+#define ONCHIP_LINEAR_OPTIONS_INIT \
+  { \
+    sizeof(onchip_linear_options), (double)NAN, 0.0, 0.0, (double)INFINITY, 0, 0, 0, -1, 0, 0, 1, \
+        0, NULL, NULL, NULL \
+  }
+/* clang-format on */
+
+/* States are arrays of up to three parts, the rest NULL: the matrix; with a normaliser its vector
+ * [N, Hv, dk]; with mlstm's exponential gate the stabiliser [N, Hv]. fp32, fp64 with fp64 inputs.
+ * N = batch, packed num_seqs. */
+enum { ONCHIP_LINEAR_STATE_PARTS = 3 };
+
+/* o: rows [Hv, dv], q's dtype. initial_state all NULL = zeros; final_state all NULL = not wanted.
+ * An empty sequence's final state is its initial one. */
+typedef struct onchip_linear_forward_args {
+  size_t struct_size;
+  const onchip_linear_tensors* inputs;
+  const onchip_tensor* o;
+  const onchip_tensor* initial_state[ONCHIP_LINEAR_STATE_PARTS];
+  const onchip_tensor* final_state[ONCHIP_LINEAR_STATE_PARTS];
+  const onchip_linear_options* options; /* required: names the operator */
+} onchip_linear_forward_args;
+
+/* clang-format off */
+#define ONCHIP_LINEAR_FORWARD_ARGS_INIT \
+  {sizeof(onchip_linear_forward_args), NULL, NULL, {NULL, NULL, NULL}, {NULL, NULL, NULL}, NULL}
+/* clang-format on */
+
+/* gradients: each as its input; NULL = not wanted. d_final_state, dinitial_state: parts as the
+ * state's; NULL = zero, not wanted. mlstm's stabiliser m counts as a constant: d_final_state has no
+ * third part, and dinitial_state's is <C_0, dC_0> + <n_0, dn_0>. */
+typedef struct onchip_linear_backward_args {
+  size_t struct_size;
+  const onchip_linear_tensors* inputs;
+  const onchip_tensor* d_o;
+  const onchip_tensor* initial_state[ONCHIP_LINEAR_STATE_PARTS];
+  const onchip_tensor* d_final_state[ONCHIP_LINEAR_STATE_PARTS];
+  const onchip_linear_tensors* gradients;
+  const onchip_tensor* dinitial_state[ONCHIP_LINEAR_STATE_PARTS];
+  const onchip_linear_options* options;
+} onchip_linear_backward_args;
+
+/* clang-format off */
+#define ONCHIP_LINEAR_BACKWARD_ARGS_INIT \
+  { \
+    sizeof(onchip_linear_backward_args), NULL, NULL, {NULL, NULL, NULL}, {NULL, NULL, NULL}, \
+        NULL, {NULL, NULL, NULL}, NULL \
+  }
+/* clang-format on */
+
+/* One token a sequence, for decoding. inputs have no time axis: q [batch, Hk, dk], log_decay
+ * [batch, Hv], .. ; o [batch, Hv, dv].
+ *   state: pools [slots, Hv, ..], read and written in place; fp32, bf16 or fp16 (fp64 with fp64).
+ *   state_indices int32 [batch]: each row's slot, no slot twice; -1 = skip: o is 0, no state
+ *   changes. NULL = slot n for row n, slots = batch. */
+typedef struct onchip_linear_step_args {
+  size_t struct_size;
+  const onchip_linear_tensors* inputs;
+  const onchip_tensor* o;
+  const onchip_tensor* state[ONCHIP_LINEAR_STATE_PARTS];
+  const onchip_tensor* state_indices;
+  const onchip_linear_options* options;
+} onchip_linear_step_args;
+
+#define ONCHIP_LINEAR_STEP_ARGS_INIT \
+  {sizeof(onchip_linear_step_args), NULL, NULL, {NULL, NULL, NULL}, NULL, NULL}
+
+ONCHIP_API onchip_status onchip_linear_forward_plan(const onchip_linear_forward_args* args,
+                                                    onchip_plan* plan);
+ONCHIP_API onchip_status onchip_linear_forward_run(const onchip_plan* plan,
+                                                   const onchip_linear_forward_args* args,
+                                                   void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_linear_backward_plan(const onchip_linear_backward_args* args,
+                                                     onchip_plan* plan);
+ONCHIP_API onchip_status onchip_linear_backward_run(const onchip_plan* plan,
+                                                    const onchip_linear_backward_args* args,
+                                                    void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_linear_step_plan(const onchip_linear_step_args* args,
+                                                 onchip_plan* plan);
+ONCHIP_API onchip_status onchip_linear_step_run(const onchip_plan* plan,
+                                                const onchip_linear_step_args* args,
+                                                void* workspace, void* stream);
 
 /* ---- looking inside -------------------------------------------------------------------------- */
 

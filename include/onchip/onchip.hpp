@@ -11,6 +11,7 @@
 
 #include <onchip/onchip.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -272,6 +273,167 @@ struct AttentionDecodeTensors {
   }
 };
 
+// ---- linear attention ---------------------------------------------------------------------------
+
+// By role, as in onchip_linear_tensors.
+struct LinearTensors {
+  Tensor q{}, k{}, v{}, gate{}, beta{}, a{}, b{}, u{}, A{}, dt_bias{}, D{}, z{};
+
+  onchip_linear_tensors c_tensors() const {
+    onchip_linear_tensors c = ONCHIP_LINEAR_TENSORS_INIT;
+    c.q = q.get();
+    c.k = k.get();
+    c.v = v.get();
+    c.gate = gate.get();
+    c.beta = beta.get();
+    c.a = a.get();
+    c.b = b.get();
+    c.u = u.get();
+    c.A = A.get();
+    c.dt_bias = dt_bias.get();
+    c.D = D.get();
+    c.z = z.get();
+    return c;
+  }
+};
+
+struct LinearOptions {
+  double scale = std::numeric_limits<double>::quiet_NaN();  // NaN: the operator's default
+  double eps = 0.0;
+  double dt_min = 0.0;
+  double dt_max = std::numeric_limits<double>::infinity();
+  std::int64_t chunk_len = 0;  // 0: pick
+  std::int32_t op = 0;         // ONCHIP_SIMPLE_GLA, ..
+  std::int32_t state_layout = ONCHIP_STATE_DEFAULT;
+  std::int32_t normalize = -1;  // the operator's default
+  std::int32_t gate = ONCHIP_GATE_EXP;
+  bool detach_normalizer = false;
+  bool dt_softplus = true;
+  bool check = false;
+  std::string backend{};  // empty: pick
+  Tensor cu_seqlens{}, seqlens{};
+
+  // A view of this object: valid while it lives unchanged.
+  onchip_linear_options c_options() const {
+    onchip_linear_options c = ONCHIP_LINEAR_OPTIONS_INIT;
+    c.scale = scale;
+    c.eps = eps;
+    c.dt_min = dt_min;
+    c.dt_max = dt_max;
+    c.chunk_len = chunk_len;
+    c.op = op;
+    c.state_layout = state_layout;
+    c.normalize = normalize;
+    c.gate = gate;
+    c.detach_normalizer = detach_normalizer ? 1 : 0;
+    c.dt_softplus = dt_softplus ? 1 : 0;
+    c.check = check ? 1 : 0;
+    c.backend = backend.empty() ? nullptr : backend.c_str();
+    c.cu_seqlens = cu_seqlens.get();
+    c.seqlens = seqlens.get();
+    return c;
+  }
+};
+
+// Matrix, normaliser, stabiliser: as many as the operator's state has.
+using LinearState = std::array<Tensor, ONCHIP_LINEAR_STATE_PARTS>;
+
+namespace detail {
+
+inline void set_state(const onchip_tensor* (&parts)[ONCHIP_LINEAR_STATE_PARTS],
+                      const LinearState& state) {
+  for (std::size_t part = 0; part < state.size(); ++part) parts[part] = state[part].get();
+}
+
+}  // namespace detail
+
+struct LinearForwardTensors {
+  LinearTensors inputs{};
+  Tensor o{};
+  LinearState initial_state{};
+  LinearState final_state{};
+
+  // Views of this object and the options: valid while they live unchanged.
+  struct C {
+    onchip_linear_tensors inputs;
+    onchip_linear_options options;
+    onchip_linear_forward_args args;
+
+    C(const LinearForwardTensors& tensors, const LinearOptions& given)
+        : inputs(tensors.inputs.c_tensors()),
+          options(given.c_options()),
+          args(ONCHIP_LINEAR_FORWARD_ARGS_INIT) {
+      args.inputs = &inputs;
+      args.o = tensors.o.get();
+      detail::set_state(args.initial_state, tensors.initial_state);
+      detail::set_state(args.final_state, tensors.final_state);
+      args.options = &options;
+    }
+    C(const C&) = delete;
+    C& operator=(const C&) = delete;
+  };
+};
+
+struct LinearBackwardTensors {
+  LinearTensors inputs{};
+  Tensor d_o{};
+  LinearState initial_state{};
+  LinearState d_final_state{};
+  LinearTensors gradients{};
+  LinearState dinitial_state{};
+
+  // Views of this object and the options: valid while they live unchanged.
+  struct C {
+    onchip_linear_tensors inputs;
+    onchip_linear_tensors gradients;
+    onchip_linear_options options;
+    onchip_linear_backward_args args;
+
+    C(const LinearBackwardTensors& tensors, const LinearOptions& given)
+        : inputs(tensors.inputs.c_tensors()),
+          gradients(tensors.gradients.c_tensors()),
+          options(given.c_options()),
+          args(ONCHIP_LINEAR_BACKWARD_ARGS_INIT) {
+      args.inputs = &inputs;
+      args.d_o = tensors.d_o.get();
+      detail::set_state(args.initial_state, tensors.initial_state);
+      detail::set_state(args.d_final_state, tensors.d_final_state);
+      args.gradients = &gradients;
+      detail::set_state(args.dinitial_state, tensors.dinitial_state);
+      args.options = &options;
+    }
+    C(const C&) = delete;
+    C& operator=(const C&) = delete;
+  };
+};
+
+struct LinearStepTensors {
+  LinearTensors inputs{};
+  Tensor o{};
+  LinearState state{};
+  Tensor state_indices{};
+
+  // Views of this object and the options: valid while they live unchanged.
+  struct C {
+    onchip_linear_tensors inputs;
+    onchip_linear_options options;
+    onchip_linear_step_args args;
+
+    C(const LinearStepTensors& tensors, const LinearOptions& given)
+        : inputs(tensors.inputs.c_tensors()),
+          options(given.c_options()),
+          args(ONCHIP_LINEAR_STEP_ARGS_INIT) {
+      args.inputs = &inputs;
+      args.o = tensors.o.get();
+      detail::set_state(args.state, tensors.state);
+      args.state_indices = tensors.state_indices.get();
+      args.options = &options;
+    }
+    C(const C&) = delete;
+    C& operator=(const C&) = delete;
+  };
+};
+
 // ---- plan and run -------------------------------------------------------------------------------
 
 // plan() of each operator, for callers who own the workspace (required for CUDA tensors).
@@ -338,6 +500,45 @@ inline void run(const onchip_plan& planned, const AttentionDecodeTensors& tensor
   check(onchip_attention_decode_run(&planned, &args, workspace, stream));
 }
 
+inline onchip_plan plan(const LinearForwardTensors& tensors, const LinearOptions& options) {
+  const LinearForwardTensors::C c(tensors, options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_linear_forward_plan(&c.args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const LinearForwardTensors& tensors,
+                const LinearOptions& options, void* workspace, void* stream = nullptr) {
+  const LinearForwardTensors::C c(tensors, options);
+  check(onchip_linear_forward_run(&planned, &c.args, workspace, stream));
+}
+
+inline onchip_plan plan(const LinearBackwardTensors& tensors, const LinearOptions& options) {
+  const LinearBackwardTensors::C c(tensors, options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_linear_backward_plan(&c.args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const LinearBackwardTensors& tensors,
+                const LinearOptions& options, void* workspace, void* stream = nullptr) {
+  const LinearBackwardTensors::C c(tensors, options);
+  check(onchip_linear_backward_run(&planned, &c.args, workspace, stream));
+}
+
+inline onchip_plan plan(const LinearStepTensors& tensors, const LinearOptions& options) {
+  const LinearStepTensors::C c(tensors, options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_linear_step_plan(&c.args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const LinearStepTensors& tensors,
+                const LinearOptions& options, void* workspace, void* stream = nullptr) {
+  const LinearStepTensors::C c(tensors, options);
+  check(onchip_linear_step_run(&planned, &c.args, workspace, stream));
+}
+
 // Host memory for a plan's workspace, at the alignment it asks for.
 class HostWorkspace {
  public:
@@ -384,6 +585,18 @@ inline void attention_merge(const AttentionMergeTensors& tensors, const std::str
 
 inline void attention_decode(const AttentionDecodeTensors& tensors,
                              const AttentionOptions& options = {}) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void linear_forward(const LinearForwardTensors& tensors, const LinearOptions& options) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void linear_backward(const LinearBackwardTensors& tensors, const LinearOptions& options) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void linear_step(const LinearStepTensors& tensors, const LinearOptions& options) {
   detail::plan_and_run_on_host(tensors, options);
 }
 
@@ -434,6 +647,21 @@ inline std::string explain(const AttentionDecodeTensors& tensors,
   const onchip_attention_options c_options = options.c_options();
   const onchip_attention_decode_args args = tensors.c_args(&c_options);
   return detail::explain(ONCHIP_ATTENTION_DECODE, &args);
+}
+
+inline std::string explain(const LinearForwardTensors& tensors, const LinearOptions& options) {
+  const LinearForwardTensors::C c(tensors, options);
+  return detail::explain(ONCHIP_LINEAR_FORWARD, &c.args);
+}
+
+inline std::string explain(const LinearBackwardTensors& tensors, const LinearOptions& options) {
+  const LinearBackwardTensors::C c(tensors, options);
+  return detail::explain(ONCHIP_LINEAR_BACKWARD, &c.args);
+}
+
+inline std::string explain(const LinearStepTensors& tensors, const LinearOptions& options) {
+  const LinearStepTensors::C c(tensors, options);
+  return detail::explain(ONCHIP_LINEAR_STEP, &c.args);
 }
 
 inline std::string describe() { return detail::read_text(onchip_describe); }

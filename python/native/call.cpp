@@ -20,7 +20,17 @@ namespace {
 
 // ---- the argument structs as tables -------------------------------------------------------------
 
-enum class Kind : std::uint8_t { kTensor, kReal, kCount, kFlag, kAlignment, kPrecision, kName };
+enum class Kind : std::uint8_t {
+  kTensor,
+  kReal,
+  kCount,
+  kFlag,
+  kAlignment,
+  kPrecision,
+  kStateLayout,
+  kInputGate,
+  kName
+};
 
 struct Field {
   const char* name;
@@ -110,6 +120,79 @@ std::array decode_fields = {
     ONCHIP_FIELD(onchip_attention_decode_args, lse, kTensor),
 };
 
+std::array linear_options_fields = {
+    ONCHIP_FIELD(onchip_linear_options, scale, kReal),
+    ONCHIP_FIELD(onchip_linear_options, eps, kReal),
+    ONCHIP_FIELD(onchip_linear_options, dt_min, kReal),
+    ONCHIP_FIELD(onchip_linear_options, dt_max, kReal),
+    ONCHIP_FIELD(onchip_linear_options, chunk_len, kCount),
+    ONCHIP_FIELD(onchip_linear_options, state_layout, kStateLayout),
+    ONCHIP_FIELD(onchip_linear_options, normalize, kFlag),
+    ONCHIP_FIELD(onchip_linear_options, gate, kInputGate),
+    ONCHIP_FIELD(onchip_linear_options, detach_normalizer, kFlag),
+    ONCHIP_FIELD(onchip_linear_options, dt_softplus, kFlag),
+    ONCHIP_FIELD(onchip_linear_options, check, kFlag),
+    ONCHIP_FIELD(onchip_linear_options, backend, kName),
+    ONCHIP_FIELD(onchip_linear_options, cu_seqlens, kTensor),
+    ONCHIP_FIELD(onchip_linear_options, seqlens, kTensor),
+};
+
+// The tensors of a linear operator by role, and their gradients: two structs of one type.
+#define ONCHIP_LINEAR_TENSORS(prefix)                                                   \
+  {                                                                                     \
+      Field{prefix "q", Kind::kTensor, offsetof(onchip_linear_tensors, q)},             \
+      Field{prefix "k", Kind::kTensor, offsetof(onchip_linear_tensors, k)},             \
+      Field{prefix "v", Kind::kTensor, offsetof(onchip_linear_tensors, v)},             \
+      Field{prefix "gate", Kind::kTensor, offsetof(onchip_linear_tensors, gate)},       \
+      Field{prefix "beta", Kind::kTensor, offsetof(onchip_linear_tensors, beta)},       \
+      Field{prefix "a", Kind::kTensor, offsetof(onchip_linear_tensors, a)},             \
+      Field{prefix "b", Kind::kTensor, offsetof(onchip_linear_tensors, b)},             \
+      Field{prefix "u", Kind::kTensor, offsetof(onchip_linear_tensors, u)},             \
+      Field{prefix "A", Kind::kTensor, offsetof(onchip_linear_tensors, A)},             \
+      Field{prefix "dt_bias", Kind::kTensor, offsetof(onchip_linear_tensors, dt_bias)}, \
+      Field{prefix "D", Kind::kTensor, offsetof(onchip_linear_tensors, D)},             \
+      Field{prefix "z", Kind::kTensor, offsetof(onchip_linear_tensors, z)},             \
+  }
+
+std::array linear_inputs_fields = ONCHIP_LINEAR_TENSORS("inputs.");
+std::array linear_gradients_fields = ONCHIP_LINEAR_TENSORS("gradients.");
+#undef ONCHIP_LINEAR_TENSORS
+
+std::array linear_forward_fields = {
+    ONCHIP_FIELD(onchip_linear_forward_args, o, kTensor),
+    ONCHIP_FIELD(onchip_linear_forward_args, initial_state[0], kTensor),
+    ONCHIP_FIELD(onchip_linear_forward_args, initial_state[1], kTensor),
+    ONCHIP_FIELD(onchip_linear_forward_args, initial_state[2], kTensor),
+    ONCHIP_FIELD(onchip_linear_forward_args, final_state[0], kTensor),
+    ONCHIP_FIELD(onchip_linear_forward_args, final_state[1], kTensor),
+    ONCHIP_FIELD(onchip_linear_forward_args, final_state[2], kTensor),
+};
+
+std::array linear_backward_fields = {
+    ONCHIP_FIELD(onchip_linear_backward_args, d_o, kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, initial_state[0], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, initial_state[1], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, initial_state[2], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, d_final_state[0], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, d_final_state[1], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, d_final_state[2], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, dinitial_state[0], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, dinitial_state[1], kTensor),
+    ONCHIP_FIELD(onchip_linear_backward_args, dinitial_state[2], kTensor),
+};
+
+std::array linear_step_fields = {
+    ONCHIP_FIELD(onchip_linear_step_args, o, kTensor),
+    ONCHIP_FIELD(onchip_linear_step_args, state[0], kTensor),
+    ONCHIP_FIELD(onchip_linear_step_args, state[1], kTensor),
+    ONCHIP_FIELD(onchip_linear_step_args, state[2], kTensor),
+    ONCHIP_FIELD(onchip_linear_step_args, state_indices, kTensor),
+};
+
+// In the order of onchip_linear_operator, from 1.
+constexpr std::array<std::string_view, 6> kLinearNames = {
+    "linear_attention", "retention", "lightning_attention", "simple_gla", "mamba2", "mlstm"};
+
 #undef ONCHIP_FIELD
 
 union Args {
@@ -118,15 +201,62 @@ union Args {
   onchip_attention_backward_args backward;
   onchip_attention_merge_args merge;
   onchip_attention_decode_args decode;
+  onchip_linear_forward_args linear_forward;
+  onchip_linear_backward_args linear_backward;
+  onchip_linear_step_args linear_step;
 };
 
-constexpr std::size_t kMostFields = std::max(
-    {forward_fields.size(), backward_fields.size(), merge_fields.size(), decode_fields.size()});
+// Everything that a call's args point to.
+struct Structs {
+  Args args{};
+  onchip_attention_options options = ONCHIP_ATTENTION_OPTIONS_INIT;
+  onchip_linear_options linear_options = ONCHIP_LINEAR_OPTIONS_INIT;
+  onchip_linear_tensors inputs = ONCHIP_LINEAR_TENSORS_INIT;
+  onchip_linear_tensors gradients = ONCHIP_LINEAR_TENSORS_INIT;
+};
+
+// One struct of an operator.
+struct Section {
+  std::span<Field> fields;
+  std::size_t offset;  // in Structs
+  bool outputs;        // some of its tensors may be
+};
+
+const std::array<Section, 2> kForwardSections = {
+    {{forward_fields, offsetof(Structs, args), true},
+     {options_fields, offsetof(Structs, options), false}}};
+const std::array<Section, 2> kBackwardSections = {
+    {{backward_fields, offsetof(Structs, args), true},
+     {options_fields, offsetof(Structs, options), false}}};
+const std::array<Section, 1> kMergeSections = {{{merge_fields, offsetof(Structs, args), true}}};
+const std::array<Section, 2> kDecodeSections = {
+    {{decode_fields, offsetof(Structs, args), true},
+     {options_fields, offsetof(Structs, options), false}}};
+const std::array<Section, 3> kLinearForwardSections = {
+    {{linear_forward_fields, offsetof(Structs, args), true},
+     {linear_inputs_fields, offsetof(Structs, inputs), false},
+     {linear_options_fields, offsetof(Structs, linear_options), false}}};
+const std::array<Section, 4> kLinearBackwardSections = {
+    {{linear_backward_fields, offsetof(Structs, args), true},
+     {linear_gradients_fields, offsetof(Structs, gradients), true},
+     {linear_inputs_fields, offsetof(Structs, inputs), false},
+     {linear_options_fields, offsetof(Structs, linear_options), false}}};
+const std::array<Section, 3> kLinearStepSections = {
+    {{linear_step_fields, offsetof(Structs, args), true},
+     {linear_inputs_fields, offsetof(Structs, inputs), false},
+     {linear_options_fields, offsetof(Structs, linear_options), false}}};
+
+constexpr std::size_t kMostFields = 64;
+static_assert(linear_backward_fields.size() + 2 * linear_inputs_fields.size() +
+                  linear_options_fields.size() <=
+              kMostFields);
 
 struct Operator;
+struct Named;
 
 struct Call {
-  Call(const nb::str& name, const nb::dict& values);
+  Call(const nb::str& operator_name, const nb::dict& values);
+  Call(const Named& called, const nb::str& operator_name, const nb::dict& values);
   Call(const Call&) = delete;  // args point to options
   Call& operator=(const Call&) = delete;
 
@@ -136,70 +266,126 @@ struct Call {
   nb::str explain() const;
 
   const Operator& op;
-  Args args{};
-  onchip_attention_options options = ONCHIP_ATTENTION_OPTIONS_INIT;
+  nb::object held_name;
+  const char* name;  // of the operator as messages say it
+  Structs structs;
   onchip_plan plan = ONCHIP_PLAN_INIT;
   bool planned = false;
-  // The Tensors and names that the structs point to, by the index of their field.
-  std::array<nb::object, kMostFields> held_args;
-  std::array<nb::object, options_fields.size()> held_options;
+  // The Tensors and names that the structs point to, by the fields of the operator's sections.
+  std::array<nb::object, kMostFields> held;
 };
 
 struct Operator {
   onchip_operator number;
   const char* name;
-  std::span<Field> fields;
-  std::span<Field> options;
-  void (*initialise)(Call& call);
+  std::span<const Section> sections;
+  void (*initialise)(Structs& structs);
   onchip_status (*plan)(Call& call);
   onchip_status (*run)(Call& call, void* workspace, void* stream);
 };
 
-const std::array<Operator, 4> kOperators = {{
-    {ONCHIP_ATTENTION_FORWARD, "attention_forward", forward_fields, options_fields,
-     [](Call& call) {
-       call.args.forward = ONCHIP_ATTENTION_FORWARD_ARGS_INIT;
-       call.args.forward.options = &call.options;
+const std::array<Operator, 7> kOperators = {{
+    {ONCHIP_ATTENTION_FORWARD, "attention_forward", kForwardSections,
+     [](Structs& structs) {
+       structs.args.forward = ONCHIP_ATTENTION_FORWARD_ARGS_INIT;
+       structs.args.forward.options = &structs.options;
      },
-     [](Call& call) { return onchip_attention_forward_plan(&call.args.forward, &call.plan); },
-     [](Call& call, void* workspace, void* stream) {
-       return onchip_attention_forward_run(&call.plan, &call.args.forward, workspace, stream);
-     }},
-    {ONCHIP_ATTENTION_BACKWARD, "attention_backward", backward_fields, options_fields,
      [](Call& call) {
-       call.args.backward = ONCHIP_ATTENTION_BACKWARD_ARGS_INIT;
-       call.args.backward.options = &call.options;
+       return onchip_attention_forward_plan(&call.structs.args.forward, &call.plan);
      },
-     [](Call& call) { return onchip_attention_backward_plan(&call.args.backward, &call.plan); },
      [](Call& call, void* workspace, void* stream) {
-       return onchip_attention_backward_run(&call.plan, &call.args.backward, workspace, stream);
+       return onchip_attention_forward_run(&call.plan, &call.structs.args.forward, workspace,
+                                           stream);
      }},
-    {ONCHIP_ATTENTION_MERGE,
-     "merge",
-     merge_fields,
-     {},
-     [](Call& call) { call.args.merge = ONCHIP_ATTENTION_MERGE_ARGS_INIT; },
-     [](Call& call) { return onchip_attention_merge_plan(&call.args.merge, &call.plan); },
-     [](Call& call, void* workspace, void* stream) {
-       return onchip_attention_merge_run(&call.plan, &call.args.merge, workspace, stream);
-     }},
-    {ONCHIP_ATTENTION_DECODE, "attention_decode", decode_fields, options_fields,
+    {ONCHIP_ATTENTION_BACKWARD, "attention_backward", kBackwardSections,
+     [](Structs& structs) {
+       structs.args.backward = ONCHIP_ATTENTION_BACKWARD_ARGS_INIT;
+       structs.args.backward.options = &structs.options;
+     },
      [](Call& call) {
-       call.args.decode = ONCHIP_ATTENTION_DECODE_ARGS_INIT;
-       call.args.decode.options = &call.options;
+       return onchip_attention_backward_plan(&call.structs.args.backward, &call.plan);
      },
-     [](Call& call) { return onchip_attention_decode_plan(&call.args.decode, &call.plan); },
      [](Call& call, void* workspace, void* stream) {
-       return onchip_attention_decode_run(&call.plan, &call.args.decode, workspace, stream);
+       return onchip_attention_backward_run(&call.plan, &call.structs.args.backward, workspace,
+                                            stream);
+     }},
+    {ONCHIP_ATTENTION_MERGE, "merge", kMergeSections,
+     [](Structs& structs) { structs.args.merge = ONCHIP_ATTENTION_MERGE_ARGS_INIT; },
+     [](Call& call) { return onchip_attention_merge_plan(&call.structs.args.merge, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_attention_merge_run(&call.plan, &call.structs.args.merge, workspace, stream);
+     }},
+    {ONCHIP_LINEAR_FORWARD, "linear_forward", kLinearForwardSections,
+     [](Structs& structs) {
+       structs.args.linear_forward = ONCHIP_LINEAR_FORWARD_ARGS_INIT;
+       structs.args.linear_forward.inputs = &structs.inputs;
+       structs.args.linear_forward.options = &structs.linear_options;
+     },
+     [](Call& call) {
+       return onchip_linear_forward_plan(&call.structs.args.linear_forward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_linear_forward_run(&call.plan, &call.structs.args.linear_forward, workspace,
+                                        stream);
+     }},
+    {ONCHIP_LINEAR_BACKWARD, "linear_backward", kLinearBackwardSections,
+     [](Structs& structs) {
+       structs.args.linear_backward = ONCHIP_LINEAR_BACKWARD_ARGS_INIT;
+       structs.args.linear_backward.inputs = &structs.inputs;
+       structs.args.linear_backward.gradients = &structs.gradients;
+       structs.args.linear_backward.options = &structs.linear_options;
+     },
+     [](Call& call) {
+       return onchip_linear_backward_plan(&call.structs.args.linear_backward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_linear_backward_run(&call.plan, &call.structs.args.linear_backward, workspace,
+                                         stream);
+     }},
+    {ONCHIP_LINEAR_STEP, "linear_step", kLinearStepSections,
+     [](Structs& structs) {
+       structs.args.linear_step = ONCHIP_LINEAR_STEP_ARGS_INIT;
+       structs.args.linear_step.inputs = &structs.inputs;
+       structs.args.linear_step.options = &structs.linear_options;
+     },
+     [](Call& call) { return onchip_linear_step_plan(&call.structs.args.linear_step, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_linear_step_run(&call.plan, &call.structs.args.linear_step, workspace, stream);
+     }},
+    {ONCHIP_ATTENTION_DECODE, "attention_decode", kDecodeSections,
+     [](Structs& structs) {
+       structs.args.decode = ONCHIP_ATTENTION_DECODE_ARGS_INIT;
+       structs.args.decode.options = &structs.options;
+     },
+     [](Call& call) { return onchip_attention_decode_plan(&call.structs.args.decode, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_attention_decode_run(&call.plan, &call.structs.args.decode, workspace, stream);
      }},
 }};
 
-const Operator& operator_named(const nb::str& name) {
-  const std::string_view wanted = utf8(name);
-  for (const Operator& op : kOperators) {
-    if (wanted == op.name) return op;
+const Operator* find_operator(std::string_view wanted) {
+  const auto* const found = std::find_if(kOperators.begin(), kOperators.end(),
+                                         [&](const Operator& op) { return wanted == op.name; });
+  return found == kOperators.end() ? nullptr : found;
+}
+
+// "mamba2_forward" is linear_forward with the number of mamba2; others have no number.
+struct Named {
+  const Operator& op;
+  std::int32_t linear = 0;
+};
+
+Named named(std::string_view name) {
+  if (const Operator* op = find_operator(name)) return {*op};
+  const std::size_t end = std::min(name.rfind('_'), name.size());
+  const auto* const found =
+      std::find(kLinearNames.begin(), kLinearNames.end(), name.substr(0, end));
+  if (found != kLinearNames.end()) {
+    if (const Operator* op = find_operator("linear" + std::string(name.substr(end)))) {
+      return {*op, static_cast<std::int32_t>(found - kLinearNames.begin()) + 1};
+    }
   }
-  throw nb::value_error(("no operator is named '" + std::string(wanted) + "'").c_str());
+  throw nb::value_error(("no operator is named '" + std::string(name) + "'").c_str());
 }
 
 // ---- Python values into fields ------------------------------------------------------------------
@@ -249,11 +435,12 @@ const char* name_of(const Place& place, nb::handle value) {
 }
 
 // `held`: keeps what the field points to.
-void set_field(const Operator& op, const Field& field, void* base, nb::object& held,
-               nb::handle value) {
+void set_field(const char* op, const Field& field, void* base, nb::object& held, nb::handle value) {
   static constexpr std::array<std::string_view, 2> kAlignments = {"bottom_right", "top_left"};
   static constexpr std::array<std::string_view, 1> kPrecisions = {"tf32"};
-  const Place place{op.name, field.name};
+  static constexpr std::array<std::string_view, 2> kStateLayouts = {"kv", "vk"};
+  static constexpr std::array<std::string_view, 2> kInputGates = {"exp", "sigmoid"};
+  const Place place{op, field.name};
   const auto store = [&](auto number) {
     std::memcpy(static_cast<std::byte*>(base) + field.offset, &number, sizeof(number));
   };
@@ -278,6 +465,10 @@ void set_field(const Operator& op, const Field& field, void* base, nb::object& h
                              "\"bottom_right\" or \"top_left\""));
     case Kind::kPrecision:
       return store(choice_of(place, value, kPrecisions, ONCHIP_PRECISION_TF32, "None or \"tf32\""));
+    case Kind::kStateLayout:
+      return store(choice_of(place, value, kStateLayouts, ONCHIP_STATE_KV, "\"kv\" or \"vk\""));
+    case Kind::kInputGate:
+      return store(choice_of(place, value, kInputGates, ONCHIP_GATE_EXP, "\"exp\" or \"sigmoid\""));
     case Kind::kName:
       store(name_of(place, value));
       held = nb::borrow(value);
@@ -285,27 +476,39 @@ void set_field(const Operator& op, const Field& field, void* base, nb::object& h
   }
 }
 
-// None, like an absent key, leaves a field at its default. Returns how many keys were known.
-std::size_t set_fields(const Operator& op, std::span<const Field> fields, void* base,
-                       std::span<nb::object> held, const nb::dict& values) {
-  std::size_t known = 0;
-  for (std::size_t i = 0; i < fields.size(); ++i) {
-    const nb::object value = values.get(fields[i].key, nb::handle());
-    if (!value.is_valid()) continue;
-    ++known;
-    if (!value.is_none()) set_field(op, fields[i], base, held[i], value);
+// Calls f(field, its struct, what it holds) for every field of the sections.
+template <typename F>
+void for_each_field(Call& call, bool outputs_only, F&& f) {
+  std::size_t index = 0;
+  for (const Section& section : call.op.sections) {
+    if (outputs_only && !section.outputs) {
+      index += section.fields.size();
+      continue;
+    }
+    std::byte* base = reinterpret_cast<std::byte*>(&call.structs) + section.offset;
+    for (const Field& field : section.fields) f(field, base, call.held[index++]);
   }
-  return known;
 }
 
 // ---- the type -----------------------------------------------------------------------------------
 
-Call::Call(const nb::str& name, const nb::dict& values) : op(operator_named(name)) {
-  op.initialise(*this);
-  const std::size_t known = set_fields(op, op.fields, &args, held_args, values) +
-                            set_fields(op, op.options, &options, held_options, values);
+Call::Call(const nb::str& operator_name, const nb::dict& values)
+    : Call(named(utf8(operator_name)), operator_name, values) {}
+
+// None, like an absent key, leaves a field at its default.
+Call::Call(const Named& called, const nb::str& operator_name, const nb::dict& values)
+    : op(called.op), held_name(operator_name), name(utf8(held_name)) {
+  op.initialise(structs);
+  if (called.linear != 0) structs.linear_options.op = called.linear;
+  std::size_t known = 0;
+  for_each_field(*this, false, [&](const Field& field, void* base, nb::object& kept) {
+    const nb::object value = values.get(field.key, nb::handle());
+    if (!value.is_valid()) return;
+    ++known;
+    if (!value.is_none()) set_field(name, field, base, kept, value);
+  });
   if (known != values.size()) {
-    throw nb::type_error((std::string(op.name) + ": an argument it does not have, among " +
+    throw nb::type_error((std::string(name) + ": an argument it does not have, among " +
                           utf8(nb::repr(values.keys())))
                              .c_str());
   }
@@ -319,28 +522,17 @@ void Call::make_plan() {
 // A plan holds for every address with the same 16-byte alignment (onchip.h, conventions); otherwise
 // the run makes a new one.
 void Call::bind(const nb::dict& tensors) {
-  for (std::size_t i = 0; i < op.fields.size(); ++i) {
-    const Field& field = op.fields[i];
+  for_each_field(*this, true, [&](const Field& field, void* base, nb::object& kept) {
     const nb::object value = tensors.get(field.key, nb::handle());
-    if (!value.is_valid()) continue;
+    if (!value.is_valid()) return;
     const auto address = [&]() -> std::uintptr_t {
-      if (!held_args[i].is_valid()) return 0;
-      return reinterpret_cast<std::uintptr_t>(as_tensor(held_args[i])->view.data);
+      if (!kept.is_valid()) return 0;
+      return reinterpret_cast<std::uintptr_t>(as_tensor(kept)->view.data);
     };
     const std::uintptr_t planned_address = address();
-    set_field(op, field, &args, held_args[i], value);
+    set_field(name, field, base, kept, value);
     if ((planned_address ^ address()) % 16 != 0) planned = false;
-  }
-}
-
-void require_data(const Operator& op, std::span<const Field> fields,
-                  std::span<const nb::object> held) {
-  for (std::size_t i = 0; i < fields.size(); ++i) {
-    if (fields[i].kind != Kind::kTensor || !held[i].is_valid()) continue;
-    if (!as_tensor(held[i])->has_data) {
-      refuse({op.name, fields[i].name}, "a shape without data", "an array");
-    }
-  }
+  });
 }
 
 void* aligned_workspace(const onchip_plan& plan, const Tensor& workspace) {
@@ -356,8 +548,11 @@ void* aligned_workspace(const onchip_plan& plan, const Tensor& workspace) {
 }
 
 void Call::run(const Tensor* workspace, std::uint64_t stream) {
-  require_data(op, op.fields, held_args);
-  require_data(op, op.options, held_options);
+  for_each_field(*this, false, [&](const Field& field, void*, const nb::object& kept) {
+    if (field.kind == Kind::kTensor && kept.is_valid() && !as_tensor(kept)->has_data) {
+      refuse({name, field.name}, "a shape without data", "an array");
+    }
+  });
   if (!planned) make_plan();
   void* memory = workspace == nullptr ? nullptr : aligned_workspace(plan, *workspace);
   check_without_gil([&] { return op.run(*this, memory, reinterpret_cast<void*>(stream)); });
@@ -365,7 +560,7 @@ void Call::run(const Tensor* workspace, std::uint64_t stream) {
 
 nb::str Call::explain() const {
   return text_of([&](char* text, std::size_t capacity, std::size_t* length) {
-    return onchip_explain(op.number, &args, text, capacity, length);
+    return onchip_explain(op.number, &structs.args, text, capacity, length);
   });
 }
 
@@ -385,8 +580,7 @@ void intern_names(std::span<Field> fields) {
 
 void bind_call(nb::module_& module) {
   for (const Operator& op : kOperators) {
-    intern_names(op.fields);
-    intern_names(op.options);
+    for (const Section& section : op.sections) intern_names(section.fields);
   }
   nb::class_<Call>(module, "Call", nb::is_final(), nb::pooled(),
                    nb::sig("@typing.final\nclass Call()"),

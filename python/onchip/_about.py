@@ -2,19 +2,28 @@
 
 import inspect
 import json
+from functools import partial
 from typing import Any
 
 from onchip import _calls, _native, ops
+from onchip._linear import calls as _linear
 from onchip.errors import InvalidArgument
 
 _OPERATORS = {
-    op.name: (getattr(ops, op.name), op)
+    op.name: (getattr(ops, op.name), partial(_calls.explain, op))
     for op in (
         _calls.ATTENTION_FORWARD,
         _calls.ATTENTION_BACKWARD,
         _calls.ATTENTION_DECODE,
         _calls.MERGE,
     )
+} | {
+    f"{row.name}_{phase}": (
+        getattr(ops, f"{row.name}_{phase}"),
+        partial(_linear.explain, row, phase),
+    )
+    for row in _linear.ROWS
+    for phase in ("forward", "backward", "step")
 }
 
 
@@ -22,10 +31,10 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
     """Which backend and kernel would take a call, why each other one would not, how much workspace
     it needs, and which arrays Python would copy first.
 
-    op_name: "attention_forward", "attention_backward", "attention_decode" or "merge". The other
-    arguments are the operator's own, with an `ArraySpec` in place of any array whose values do not
-    exist yet. Values of large arrays are not looked at; those of lengths, tables and dropout_rng in
-    host memory are.
+    op_name: a function of onchip.ops, "attention_forward" say. The other arguments are the
+    operator's own, with an `ArraySpec` in place of any array whose values do not exist yet. Values
+    of large arrays are not looked at; those of lengths, tables and dropout_rng in host
+    memory are.
 
     A call that breaks the contract raises InvalidArgument, as the operator would. One that no
     backend takes does not raise: the text has the reasons.
@@ -34,10 +43,10 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
         raise InvalidArgument(
             f"explain: op_name: got {op_name!r}, wanted one of {', '.join(_OPERATORS)}"
         )
-    function, op = _OPERATORS[op_name]
+    function, explained = _OPERATORS[op_name]
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    return _calls.explain(op, bound.arguments)
+    return explained(bound.arguments)
 
 
 def describe() -> dict[str, Any]:

@@ -28,9 +28,14 @@ class Operator(NamedTuple):
     outputs: Callable[[Views], list[Output]]
     # Likewise; sequences become int32 arrays.
     index_arrays: tuple[str, ...] = ()
-    # These of `arrays` are written in place where the array `written_with` is given.
+    # These arrays are written in place; where the array `written_with` is given, if it names one.
     in_place: tuple[str, ...] = ()
     written_with: str = ""
+    # Names that the C struct has others for.
+    fields: Mapping[str, str] = {}
+
+    def field(self, name: str) -> str:
+        return self.fields.get(name, name)
 
 
 def lse_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -167,9 +172,10 @@ def _in_place(op: Operator, name: str, kind: Kind, value: Any, stream: int) -> _
     """The array's memory, for writing: no copy can stand in for it."""
     view = kind.writable(op.name, name, value, stream)
     if view.layout_problem is not None:
+        because = f": {op.written_with} is given" if op.written_with else ""
         raise InvalidArgument(
             f"{op.name}: {name}: got {view.layout_problem}, wanted innermost stride 1 at "
-            f"an address of whole elements: {op.written_with} is given, so it is written in place"
+            f"an address of whole elements{because}, so it is written in place"
         )
     return view
 
@@ -183,7 +189,7 @@ def _prepare(
     """
     arguments = dict(arguments)
     _split_window(op, arguments)
-    writes = arguments.get(op.written_with) is not None
+    writes = not op.written_with or arguments.get(op.written_with) is not None
     first = op.arrays[0]
     stream = kind_of(arguments[first]).stream(arguments[first])
     copies: list[str] = []
@@ -210,7 +216,8 @@ def _prepare(
         views[output.name] = _native.shape(
             op.name, output.name, output.shape, output.dtype, *device
         )
-    return Prepared(_native.Call(op.name, {**arguments, **views}), stream, outputs, copies)
+    fields = {op.field(name): view for name, view in views.items()}
+    return Prepared(_native.Call(op.name, {**arguments, **fields}), stream, outputs, copies)
 
 
 def run(op: Operator, arguments: Arguments, unwanted: Sequence[str] = ()) -> dict[str, Any]:
@@ -227,7 +234,9 @@ def run(op: Operator, arguments: Arguments, unwanted: Sequence[str] = ()) -> dic
         return _native.tensor(op.name, name, kind.memory(made), dtype, True, prepared.stream)
 
     results = {o.name: kind.empty(o.shape, o.dtype, example) for o in prepared.outputs}
-    call.bind({o.name: writable(o.name, results[o.name], o.dtype) for o in prepared.outputs})
+    call.bind(
+        {op.field(o.name): writable(o.name, results[o.name], o.dtype) for o in prepared.outputs}
+    )
     workspace = None
     if call.workspace_bytes:
         length = call.workspace_bytes + call.workspace_alignment - 1

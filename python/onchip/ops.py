@@ -10,12 +10,41 @@ memory with them, and nothing here is differentiated automatically.
 Every function raises `onchip.InvalidArgument` for a call that breaks the contract and
 `onchip.Unsupported`, with each backend's reason, for a legal one that no backend takes. Options
 that are flags, numbers or names are also checked for their type. docs/semantics.md is the contract.
+
+The linear operators X come as X_forward, X_backward and X_step. "float" is any of float64, float32,
+float16, bfloat16. Their rows are [batch, T, ..]; with cu_seqlens packed, [total, ..]; of a step,
+which takes one token a sequence, [batch, ..]. Value head h reads the query and key head
+h // (Hv // Hk). alpha is exp(log_decay); a log_decay below -104, -inf included, is exactly a reset.
+Their options:
+
+    scale: multiplies what a query reads. None: the operator's default.
+    initial_state: [N, Hv, dk, dv] with state_layout "kv", [N, Hv, dv, dk] with "vk"; float32
+        (float64 with float64 inputs); N is batch, or the number of packed sequences. None: zeros.
+        Where the state has several parts, a tuple of them.
+    output_final_state: also return the state after each sequence's last token; an empty sequence's
+        is its initial one.
+    cu_seqlens: [num_seqs + 1], int32, int64 or a sequence of integers: where each packed sequence
+        begins; makes the tensors packed.
+    seqlens: [num_seqs], likewise: used tokens of each sequence, dense or packed. Rows beyond them
+        are not read, and are 0 in results.
+    chunk_len: backward keeps a state every so many tokens, a multiple of 16: memory against
+        recomputation. None picks; it changes no result.
+    check: refuse values that nothing is promised for: log_decay above 0.
+    backend: force one by name: "reference", "cpu", "cuda.sm80", "cuda.sm90".
+    d_final_state: gradient of the final state, in its shape. None: zero.
+    state: of a step, the pool [slots, Hv, ..], read and written in place; float32, bfloat16 or
+        float16 (float64 with float64 inputs).
+    state_indices: int32 [batch]: the slot of each row, no slot twice; -1 skips the row: its output
+        is 0 and no state changes. None: row n has slot n.
 """
 
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from onchip import _calls
+from onchip._linear import scalar, scalar_gated
+from onchip._linear.scalar import *  # noqa: F403
+from onchip._linear.scalar_gated import *  # noqa: F403
 
 ArrayT = TypeVar("ArrayT")
 
@@ -26,6 +55,8 @@ __all__ = [
     "attention_forward",
     "merge",
 ]
+__all__ += scalar.__all__
+__all__ += scalar_gated.__all__
 
 
 class AttentionGradients(NamedTuple, Generic[ArrayT]):

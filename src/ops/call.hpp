@@ -1,5 +1,5 @@
-// What the contract checks of all operators share: the tensors of one call with their names, lengths,
-// flags, and what dispatch learns from a call.
+// What the contract checks of all operators share: the tensors of one call with their names,
+// lengths, flags, and what dispatch learns from a call.
 #pragma once
 
 #include <onchip/onchip.h>

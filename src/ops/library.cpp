@@ -21,8 +21,14 @@ std::string explain(onchip_operator op, const void* args) {
       return attention_merge().explain(args);
     case ONCHIP_ATTENTION_DECODE:
       return attention_decode().explain(args);
+    case ONCHIP_LINEAR_FORWARD:
+      return linear_forward().explain(args);
+    case ONCHIP_LINEAR_BACKWARD:
+      return linear_backward().explain(args);
+    case ONCHIP_LINEAR_STEP:
+      return linear_step().explain(args);
     default:
-      throw_invalid("explain", "op", std::to_string(op), "an onchip_operator (1..4)");
+      throw_invalid("explain", "op", std::to_string(op), "an onchip_operator (1..4, 16..18)");
   }
 }
 

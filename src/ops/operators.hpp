@@ -8,8 +8,10 @@
 #include <string_view>
 
 #include "core/attention.hpp"
+#include "core/linear.hpp"
 #include "ops/attention_contract.hpp"
 #include "ops/dispatch.hpp"
+#include "ops/linear_contract.hpp"
 #include "ops/structs.hpp"
 
 namespace onchip::ops {
@@ -70,11 +72,17 @@ using AttentionForward = Operator<onchip_attention_forward_args, AttentionForwar
 using AttentionBackward = Operator<onchip_attention_backward_args, AttentionBackwardProblem>;
 using AttentionDecode = Operator<onchip_attention_decode_args, AttentionDecodeProblem>;
 using AttentionMerge = Operator<onchip_attention_merge_args, AttentionMergeProblem>;
+using LinearForward = Operator<onchip_linear_forward_args, LinearForwardProblem>;
+using LinearBackward = Operator<onchip_linear_backward_args, LinearBackwardProblem>;
+using LinearStepOperator = Operator<onchip_linear_step_args, LinearStepProblem>;
 
 const AttentionForward& attention_forward();
 const AttentionBackward& attention_backward();
 const AttentionDecode& attention_decode();
 const AttentionMerge& attention_merge();
+const LinearForward& linear_forward();
+const LinearBackward& linear_backward();
+const LinearStepOperator& linear_step();
 
 // The text of onchip_explain.
 std::string explain(onchip_operator op, const void* args);

@@ -1,0 +1,1 @@
+"""The operators of linear attention, by engine; `onchip.ops` has them all."""

@@ -1,0 +1,208 @@
+"""The calls of the linear operators: each is a row of one table, as in the C library, with its own
+names for the tensors and states of one to three parts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from onchip import _calls
+from onchip._calls import Arguments, Operator, Output, Views
+from onchip.errors import InvalidArgument
+
+_STATE_PARTS = 3
+
+
+class Row(NamedTuple):
+    name: str
+    # Tensors by the operator's own names, in its order, to the roles of the C struct.
+    tensors: Mapping[str, str]
+    optional: tuple[str, ...] = ()
+    state_parts: Callable[[Arguments], int] = lambda options: 1
+    default_layout: str = "kv"
+
+    def named(self, role: str) -> str:
+        return next(name for name, own in self.tensors.items() if own == role)
+
+
+def _mlstm_parts(options: Arguments) -> int:
+    if options.get("gate") == "exp":
+        return 3
+    return 2 if options.get("normalize") else 1
+
+
+LINEAR_ATTENTION = Row(
+    "linear_attention",
+    {"q": "q", "k": "k", "v": "v"},
+    state_parts=lambda options: 2 if options.get("normalize") else 1,
+)
+RETENTION = Row("retention", {"q": "q", "k": "k", "v": "v"})
+LIGHTNING_ATTENTION = Row(
+    "lightning_attention", {"q": "q", "k": "k", "v": "v", "log_decay": "gate"}
+)
+SIMPLE_GLA = Row(
+    "simple_gla", {"q": "q", "k": "k", "v": "v", "log_decay": "gate"}, optional=("log_decay",)
+)
+MAMBA2 = Row(
+    "mamba2",
+    {
+        "x": "v",
+        "dt": "gate",
+        "A": "A",
+        "B": "k",
+        "C": "q",
+        "D": "D",
+        "z": "z",
+        "dt_bias": "dt_bias",
+    },
+    optional=("D", "z", "dt_bias"),
+    default_layout="vk",
+)
+MLSTM = Row(
+    "mlstm",
+    {"q": "q", "k": "k", "v": "v", "i": "beta", "f": "gate"},
+    state_parts=_mlstm_parts,
+)
+
+ROWS = (LINEAR_ATTENTION, RETENTION, LIGHTNING_ATTENTION, SIMPLE_GLA, MAMBA2, MLSTM)
+
+
+def _part_names(state: str) -> list[str]:
+    return [f"{state}[{part}]" for part in range(_STATE_PARTS)]
+
+
+def _split_state(op_name: str, arguments: Arguments, state: str) -> list[str]:
+    """A state of one part is an array; one of several a tuple of arrays. Returns their names."""
+    value = arguments.pop(state)
+    if not isinstance(value, (tuple, list)):
+        arguments[state] = value
+        return [state]
+    if len(value) > _STATE_PARTS:
+        raise InvalidArgument(
+            f"{op_name}: {state}: got {len(value)} parts, wanted at most {_STATE_PARTS}"
+        )
+    names = _part_names(state)[: len(value)]
+    arguments.update(zip(names, value, strict=True))
+    return names
+
+
+def _split_limit(op_name: str, arguments: Arguments) -> None:
+    limit = arguments.pop("dt_limit", None)
+    if limit is None:
+        return
+    try:
+        lower, upper = map(float, limit)
+        right = lower <= upper
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise InvalidArgument(f"{op_name}: dt_limit: got {limit!r}, wanted (lower, upper) in order")
+    arguments["dt_min"], arguments["dt_max"] = lower, upper
+
+
+class _Shapes(NamedTuple):
+    """What the shapes of outputs follow from; of ranks that the operator does not take, anything:
+    the call is refused before they are looked at."""
+
+    row: Row
+    options: Arguments
+
+    def state_dtype(self, views: Views) -> str:
+        q = views[self.row.named("q")]
+        return "float64" if q.dtype == "float64" else "float32"
+
+    def final_state(self, views: Views) -> list[Output]:
+        q, v = views[self.row.named("q")], views[self.row.named("v")]
+        if len(q.shape) < 3 or len(v.shape) < 3:
+            return []
+        if "cu_seqlens" in views:
+            lengths = views["cu_seqlens"].shape
+            sequences = max(lengths[0] - 1, 0) if lengths else 0
+        else:
+            sequences = q.shape[0]
+        heads, dk, dv = v.shape[-2], q.shape[-1], v.shape[-1]
+        layout = self.options.get("state_layout") or self.row.default_layout
+        matrix = (dv, dk) if layout == "vk" else (dk, dv)
+        shapes = [(sequences, heads, *matrix), (sequences, heads, dk), (sequences, heads)]
+        parts = self.row.state_parts(self.options)
+        dtype = self.state_dtype(views)
+        named = zip(_part_names("final_state")[:parts], shapes[:parts], strict=True)
+        return [Output(name, shape, dtype) for name, shape in named]
+
+    def forward(self, views: Views) -> list[Output]:
+        q, v = views[self.row.named("q")], views[self.row.named("v")]
+        outputs = [Output("o", v.shape, q.dtype)]
+        if self.options.get("output_final_state"):
+            outputs += self.final_state(views)
+        return outputs
+
+    def backward(self, views: Views) -> list[Output]:
+        tensors = [(name, "d" + name) for name in self.row.tensors]
+        states = [(name, "d" + name) for name in ["initial_state", *_part_names("initial_state")]]
+        return [
+            Output(gradient, views[name].shape, views[name].dtype)
+            for name, gradient in tensors + states
+            if name in views
+        ]
+
+    def step(self, views: Views) -> list[Output]:
+        return [Output("o", views[self.row.named("v")].shape, views[self.row.named("q")].dtype)]
+
+
+_STATES = {
+    "forward": ("initial_state",),
+    "backward": ("initial_state", "d_final_state"),
+    "step": ("state",),
+}
+
+
+def _prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Arguments]:
+    name = f"{row.name}_{phase}"
+    arguments = dict(given)
+    states = [part for state in _STATES[phase] for part in _split_state(name, arguments, state)]
+    _split_limit(name, arguments)
+    arguments.pop("output_final_state", None)
+    required = tuple(tensor for tensor in row.tensors if tensor not in row.optional)
+    fields = {tensor: f"inputs.{role}" for tensor, role in row.tensors.items()}
+    fields |= {f"d{tensor}": f"gradients.{role}" for tensor, role in row.tensors.items()}
+    fields |= {
+        state: f"{state}[0]"
+        for state in ("initial_state", "d_final_state", "dinitial_state", "state")
+    }
+    shapes = _Shapes(row, given)
+    op = Operator(
+        name,
+        required + (("d_o",) if phase == "backward" else ()),
+        row.optional + tuple(states),
+        () if phase == "step" else ("cu_seqlens", "seqlens"),
+        {"forward": shapes.forward, "backward": shapes.backward, "step": shapes.step}[phase],
+        index_arrays=("state_indices",) if phase == "step" else (),
+        in_place=tuple(states) if phase == "step" else (),
+        fields=fields,
+    )
+    return op, arguments
+
+
+def _joined(results: Mapping[str, Any], state: str) -> Any:
+    if state in results:
+        return results[state]
+    parts = [results[name] for name in _part_names(state) if name in results]
+    return parts[0] if len(parts) == 1 else tuple(parts) or None
+
+
+def forward(row: Row, given: Arguments) -> tuple[Any, Any]:
+    """(o, final state or None)."""
+    results = _calls.run(*_prepared(row, "forward", given))
+    return results["o"], _joined(results, "final_state")
+
+
+def backward(row: Row, given: Arguments) -> list[Any]:
+    """The gradient of each tensor in order, None where there was none, and of the initial state."""
+    results = _calls.run(*_prepared(row, "backward", given))
+    return [results.get(f"d{name}") for name in row.tensors] + [_joined(results, "dinitial_state")]
+
+
+def step(row: Row, given: Arguments) -> Any:
+    return _calls.run(*_prepared(row, "step", given))["o"]
+
+
+def explain(row: Row, phase: str, given: Arguments) -> str:
+    return _calls.explain(*_prepared(row, phase, given))

@@ -1,0 +1,224 @@
+"""Linear attention as the formulas of section 3 of docs/semantics.md: one plain loop over tokens
+for each operator, by the operator's name, written from its paper.
+
+Every function takes one sequence: rows [T, heads, ..], constants as they are, the state before its
+first token in the order "kv" (or None), and returns its outputs [T, Hv, dv] and the state after its
+last token, a tuple. All arithmetic is in the dtype of the arrays that come in: float64, or
+longdouble for differences. `run` cuts batches and packed tensors into sequences.
+"""
+
+import inspect
+import itertools
+
+import numpy as np
+
+RESET = -104.0  # a log_decay below this is one
+
+
+def _decay(log_decay):
+    return np.where(log_decay < RESET, 0, np.exp(log_decay))
+
+
+def _sigmoid(x):
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+def _softplus(x):
+    with np.errstate(over="ignore"):
+        return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
+
+
+def _heads(x, like):
+    """Rows of query and key heads, one for each value head of `like`."""
+    return np.repeat(x, like.shape[1] // x.shape[1], axis=1)
+
+
+def _outer(k, v):
+    return k[:, :, None] * v[:, None, :]
+
+
+def _read(state, q, scale):
+    return scale * np.einsum("hkv,hk->hv", state, q)
+
+
+def _zeros(state, q, v):
+    if state is not None:
+        return state[0].astype(q.dtype)
+    return np.zeros((v.shape[1], q.shape[2], v.shape[2]), q.dtype)
+
+
+def _scale(scale, q):
+    return q.shape[-1] ** q.dtype.type(-0.5) if scale is None else scale
+
+
+def linear_attention(q, k, v, *, normalize=False, scale=None, state=None):
+    """Katharopoulos et al. 2020: numerator and denominator of a kernel without feature map."""
+    scale, q, k = _scale(scale, q), _heads(q, v), _heads(k, v)
+    s = _zeros(state, q, v)
+    z = np.zeros(s.shape[:2], q.dtype) if state is None or not normalize else state[1]
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        s = s + _outer(k[t], v[t])
+        z = z + k[t]
+        o[t] = _read(s, q[t], scale)
+        if normalize:
+            o[t] /= (scale * (q[t] * z).sum(-1) + 1e-10)[:, None]
+    return o, (s, z) if normalize else (s,)
+
+
+def simple_gla(q, k, v, log_decay=None, *, scale=None, state=None):
+    """Yang et al. 2024 with one gate a head."""
+    scale, q, k = _scale(scale, q), _heads(q, v), _heads(k, v)
+    s = _zeros(state, q, v)
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        if log_decay is not None:
+            g = log_decay if log_decay.ndim == 1 else log_decay[t]
+            s = _decay(g)[:, None, None] * s
+        s = s + _outer(k[t], v[t])
+        o[t] = _read(s, q[t], scale)
+    return o, (s,)
+
+
+def retention(q, k, v, *, scale=None, state=None):
+    """Sun et al. 2023: gamma = 1 - 2^(-5-h)."""
+    heads = np.arange(v.shape[1]).astype(v.dtype)
+    return simple_gla(q, k, v, np.log1p(-(2 ** (-5 - heads))), scale=scale, state=state)
+
+
+def lightning_attention(q, k, v, log_decay, *, scale=None, state=None):
+    """Qin et al. 2024."""
+    return simple_gla(q, k, v, log_decay, scale=scale, state=state)
+
+
+def mamba2(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    *,
+    D=None,
+    z=None,
+    dt_bias=None,
+    dt_softplus=True,
+    dt_limit=(0.0, np.inf),
+    scale=None,
+    state=None,
+):
+    """Dao & Gu 2024: h = exp(dt A) h + dt B x, y = C h + D x."""
+    scale = 1 if scale is None else scale
+    b, c = _heads(B, x), _heads(C, x)
+    h = _zeros(state, c, x)
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        step = dt[t] if dt_bias is None else dt[t] + dt_bias
+        step = np.clip(_softplus(step) if dt_softplus else step, *dt_limit)
+        h = _decay(step * A)[:, None, None] * h + _outer(b[t], step[:, None] * x[t])
+        y[t] = _read(h, c[t], scale)
+        if D is not None:
+            y[t] += (D if D.ndim == 2 else D[:, None]) * x[t]
+        if z is not None:
+            y[t] *= z[t] * _sigmoid(z[t])
+    return y, (h,)
+
+
+def mlstm(
+    q,
+    k,
+    v,
+    i,
+    f,
+    *,
+    gate="exp",
+    normalize=None,
+    eps=0.0,
+    scale=None,
+    state=None,
+    stabilisers=None,
+    denominators=None,
+):
+    """Beck et al. 2024 and 2025 without stabiliser: the true C and n, which e^-m brings into the
+    state's form. `stabilisers`, `denominators`: rows [T, Hv] that stand for the recurrence's own,
+    as constants."""
+    scale, q, k = _scale(scale, q), _heads(q, v), _heads(k, v)
+    exponential = gate == "exp"
+    normalize = exponential if normalize is None else normalize
+    c = _zeros(state, q, v)
+    n = np.zeros(c.shape[:2], q.dtype) if state is None or len(state) < 2 else state[1]
+    m = np.zeros(c.shape[0], q.dtype) if state is None or len(state) < 3 else state[2]
+    if exponential:
+        c, n = np.exp(m)[:, None, None] * c, np.exp(m)[:, None] * n
+    h = np.zeros_like(v)
+    for t in range(len(v)):
+        log_forget = -np.log1p(np.exp(-f[t]))
+        forget = np.exp(log_forget) if exponential else _decay(log_forget)
+        write = np.exp(i[t]) if exponential else _sigmoid(i[t])
+        c = forget[:, None, None] * c + _outer(write[:, None] * k[t], v[t])
+        n = forget[:, None] * n + write[:, None] * k[t]
+        if exponential:
+            m = np.maximum(log_forget + m, i[t]) if stabilisers is None else stabilisers[t]
+        h[t] = _read(c, q[t], scale)
+        if denominators is not None:
+            h[t] /= denominators[t][:, None]
+        elif normalize:
+            eps_t = eps * np.exp(m) if exponential else eps
+            h[t] /= (np.maximum(np.abs(scale * (n * q[t]).sum(-1)), 1) + eps_t)[:, None]
+    if exponential:
+        return h, (np.exp(-m)[:, None, None] * c, np.exp(-m)[:, None] * n, m)
+    return h, (c, n) if normalize else (c,)
+
+
+# Tensors that are no rows; log_decay with one axis is one too.
+CONSTANTS = ("A", "D", "dt_bias")
+
+
+def _parts(state):
+    return state if isinstance(state, tuple) else (state,)
+
+
+def _turned(parts):
+    return (np.swapaxes(parts[0], -1, -2), *parts[1:])
+
+
+def run(
+    name,
+    tensors,
+    *,
+    cu_seqlens=None,
+    seqlens=None,
+    initial_state=None,
+    state_layout=None,
+    dtype=np.float64,
+    **options,
+):
+    """(o, final state) of onchip.ops.<name>_forward; rows that no sequence has are 0."""
+    function = globals()[name]
+    layout = state_layout or ("vk" if name == "mamba2" else "kv")
+    tensors = {key: np.asarray(x).astype(dtype) for key, x in tensors.items() if x is not None}
+    names = list(inspect.signature(function).parameters)
+    rows = [key for key in tensors if key not in CONSTANTS and tensors[key].ndim > 1]
+    values = "x" if "x" in tensors else "v"
+    if cu_seqlens is None:
+        batch, slot = tensors[values].shape[:2]
+        spans = [(n, 0, slot) for n in range(batch)]
+    else:
+        spans = [(None, int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
+    initial = None
+    if initial_state is not None:
+        initial = tuple(np.asarray(part).astype(dtype) for part in _parts(initial_state))
+        initial = _turned(initial) if layout == "vk" else initial
+    o = np.zeros(tensors[values].shape, dtype)
+    finals = []
+    for n, (batch_index, begin, end) in enumerate(spans):
+        if seqlens is not None:
+            end = begin + int(seqlens[n])
+        at = (slice(begin, end),) if batch_index is None else (batch_index, slice(begin, end))
+        one = {key: x[at] if key in rows else x for key, x in tensors.items()}
+        state = None if initial is None else tuple(part[n] for part in initial)
+        assert set(one) <= set(names)
+        o[at], final = function(**one, state=state, **options)
+        finals.append(final)
+    joined = tuple(np.stack(parts) for parts in zip(*finals, strict=True)) if finals else None
+    return o, _turned(joined) if joined and layout == "vk" else joined

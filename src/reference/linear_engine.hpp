@@ -1,0 +1,32 @@
+// What the engines of linear attention share: one row forward, one row backward. The walk over
+// sequences, heads and chunks is in linear.cpp, everything that is no recurrence in
+// core/linear_rows.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include "core/linear_rows.hpp"
+
+namespace onchip::reference {
+
+// States are row-major [dk, value_width].
+struct LinearStep {
+  std::int64_t dk = 0;
+  std::int64_t width = 0;
+  double scale = 1.0;
+};
+
+struct LinearEngineFunctions {
+  // now = S_t from before = S_{t-1}; read [width] = what the row reads.
+  void (*forward)(const LinearStep& step, const EngineRow& row, const double* before, double* now,
+                  double* read);
+
+  // `d_state` is the gradient of S_t on entry, of S_{t-1} on return; d_read that of `read`. Fills
+  // `gradient`.
+  void (*reverse)(const LinearStep& step, const EngineRow& row, const double* before,
+                  const double* now, const double* d_read, double* d_state, EngineRow& gradient);
+};
+
+extern const LinearEngineFunctions kScalarDecay;
+
+}  // namespace onchip::reference

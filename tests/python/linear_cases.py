@@ -1,0 +1,290 @@
+"""What the tests of the linear operators share: every operator with its tensors and variants, how
+inputs are drawn, how a call is made and judged."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from harness import BFLOAT16
+
+import onchip
+from onchip.oracle import linear, linear_compare
+
+# Each is forced by name, for the operators that it takes; None: all.
+BACKENDS: Mapping = {"reference": None}
+DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
+
+# Tensors in order, by shape: "key" rows [Hk, dk], "value" rows [Hv, dv], "scalar" rows [Hv],
+# "head" [Hv].
+TENSORS = {
+    "linear_attention": {"q": "key", "k": "key", "v": "value"},
+    "retention": {"q": "key", "k": "key", "v": "value"},
+    "lightning_attention": {"q": "key", "k": "key", "v": "value", "log_decay": "head"},
+    "simple_gla": {"q": "key", "k": "key", "v": "value", "log_decay": "scalar"},
+    "mamba2": {
+        "x": "value",
+        "dt": "scalar",
+        "A": "head",
+        "B": "key",
+        "C": "key",
+        "D": "head",
+        "z": "value",
+        "dt_bias": "head",
+    },
+    "mlstm": {"q": "key", "k": "key", "v": "value", "i": "scalar", "f": "scalar"},
+}
+
+
+class Variant(NamedTuple):
+    op: str
+    id: str
+    options: Mapping = MappingProxyType({})
+    without: tuple = ()  # tensors left out
+    shapes: Mapping = MappingProxyType({})  # in place of those above
+    parts: int = 1  # of the state
+    positive: bool = False  # queries and keys, so that no denominator is near 0
+
+    def tensors(self):
+        return {
+            name: self.shapes.get(name, shape)
+            for name, shape in TENSORS[self.op].items()
+            if name not in self.without
+        }
+
+    def layout(self, options):
+        return options.get("state_layout", "vk" if self.op == "mamba2" else "kv")
+
+
+VARIANTS = [
+    Variant("linear_attention", "plain"),
+    Variant("linear_attention", "normalised", dict(normalize=True), parts=2, positive=True),
+    Variant("retention", "plain"),
+    Variant("lightning_attention", "plain"),
+    Variant("simple_gla", "plain"),
+    Variant("simple_gla", "head", shapes={"log_decay": "head"}),
+    Variant("simple_gla", "no_decay", without=("log_decay",)),
+    Variant("mamba2", "plain", without=("D", "z", "dt_bias")),
+    Variant("mamba2", "full"),
+    Variant("mamba2", "limits", dict(dt_limit=(0.3, 1.1)), shapes={"D": "head_value"}),
+    Variant("mamba2", "linear_dt", dict(dt_softplus=False, dt_limit=(0.0, 9.0)), without=("z",)),
+    Variant("mlstm", "exp", parts=3),
+    Variant("mlstm", "exp_eps", dict(eps=0.25), parts=3),
+    Variant("mlstm", "sigmoid", dict(gate="sigmoid")),
+    Variant("mlstm", "sigmoid_normalised", dict(gate="sigmoid", normalize=True, eps=0.1), parts=2),
+]
+
+
+def variant_id(variant):
+    return f"{variant.op}-{variant.id}"
+
+
+def calls_of(variants):
+    """(backend, variant) for every backend that takes it."""
+    return [
+        (backend, variant)
+        for backend, taken in BACKENDS.items()
+        for variant in variants
+        if taken is None or variant.op in taken
+    ]
+
+
+def call_id(value):
+    return value if isinstance(value, str) else variant_id(value)
+
+
+every_call = pytest.mark.parametrize(("on", "variant"), calls_of(VARIANTS), ids=call_id)
+
+
+def calls_with(**properties):
+    """The calls of the variants with these operators (op=(..)) or state parts (parts=..)."""
+    chosen = [
+        variant
+        for variant in VARIANTS
+        if variant.op in properties.get("op", (variant.op,))
+        and variant.parts == properties.get("parts", variant.parts)
+    ]
+    return pytest.mark.parametrize(("on", "variant"), calls_of(chosen), ids=call_id)
+
+
+class Sizes(NamedTuple):
+    batch: int = 2
+    length: int = 5
+    heads_k: int = 2
+    heads_v: int = 4
+    dk: int = 3
+    dv: int = 2
+
+
+def _shape(kind, s, lead):
+    heads = {
+        "key": (s.heads_k, s.dk),
+        "value": (s.heads_v, s.dv),
+        "scalar": (s.heads_v,),
+    }
+    if kind in heads:
+        return (*lead, *heads[kind])
+    return {"head": (s.heads_v,), "head_value": (s.heads_v, s.dv)}[kind]
+
+
+def _values(rng, variant, name, shape):
+    x = rng.standard_normal(shape)
+    if name == "log_decay":
+        return -np.abs(x) * 0.5
+    if name == "A":
+        return -np.exp(0.5 * x)
+    if name == "f":
+        return x + 1.5
+    if variant.positive and name in ("q", "k"):
+        return np.abs(x) + 0.01
+    return x
+
+
+def draw(rng, variant, sizes=None, dtype=np.float64, lead=None):
+    """Tensors by name, rounded to the dtype; constants and gates too. `lead`: the rows' axes."""
+    s = sizes or Sizes()
+    lead = (s.batch, s.length) if lead is None else lead
+    return {
+        name: _values(rng, variant, name, _shape(kind, s, lead)).astype(dtype)
+        for name, kind in variant.tensors().items()
+    }
+
+
+def draw_state(rng, variant, sizes, count, dtype=np.float64, layout="kv"):
+    """A state of `count` sequences: an array, or a tuple of them."""
+    dtype = np.float64 if dtype == np.float64 else np.float32
+    s = sizes
+    matrix = (s.dk, s.dv) if layout == "kv" else (s.dv, s.dk)
+    shapes = [(count, s.heads_v, *matrix), (count, s.heads_v, s.dk), (count, s.heads_v)]
+    parts = tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes[: variant.parts])
+    if variant.positive:
+        parts = (parts[0], np.abs(parts[1]))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def parts_of(state):
+    if state is None:
+        return ()
+    return state if isinstance(state, tuple) else (state,)
+
+
+def _split(variant, tensors):
+    """Positional tensors (None for those left out) and keyword-only ones."""
+    keyword = ("D", "z", "dt_bias") if variant.op == "mamba2" else ()
+    positional = [tensors.get(name) for name in TENSORS[variant.op] if name not in keyword]
+    return positional, {name: tensors[name] for name in keyword if name in tensors}
+
+
+def forward(backend, variant, tensors, **options):
+    positional, keyword = _split(variant, tensors)
+    function = getattr(onchip.ops, f"{variant.op}_forward")
+    return function(*positional, **keyword, **variant.options, **options, backend=backend)
+
+
+def backward(backend, variant, d_o, tensors, **options):
+    positional, keyword = _split(variant, tensors)
+    function = getattr(onchip.ops, f"{variant.op}_backward")
+    return function(d_o, *positional, **keyword, **variant.options, **options, backend=backend)
+
+
+def step(backend, variant, tensors, **options):
+    positional, keyword = _split(variant, tensors)
+    function = getattr(onchip.ops, f"{variant.op}_step")
+    return function(*positional, **keyword, **variant.options, **options, backend=backend)
+
+
+def output_like(variant, tensors):
+    return tensors["x" if variant.op == "mamba2" else "v"]
+
+
+def d_final_of(rng, variant, final):
+    """A gradient for the final state: mlstm's stabiliser has none."""
+    parts = tuple(rng.standard_normal(p.shape).astype(p.dtype) for p in parts_of(final)[:2])
+    if variant.parts == 3:
+        return (*parts, None)
+    return parts if len(parts) > 1 else parts[0]
+
+
+def rows_of(variant, tensors):
+    """Names of the tensors that have a row a token."""
+    kinds = variant.tensors()
+    return [name for name in tensors if kinds[name] not in ("head", "head_value")]
+
+
+def with_rows(variant, tensors, change):
+    """The same call with every tensor of rows changed."""
+    rows = rows_of(variant, tensors)
+    return {name: change(x) if name in rows else x for name, x in tensors.items()}
+
+
+def exact(x):
+    return None if x is None else np.asarray(x).astype(np.float64)
+
+
+def exact_state(state):
+    parts = tuple(exact(part) for part in parts_of(state))
+    return None if not parts else parts if isinstance(state, tuple) else parts[0]
+
+
+def check_forward(backend, variant, tensors, *, initial_state=None, **options):
+    """Run, judge against the plain loop over tokens, return (o, final state)."""
+    o, final = forward(
+        backend,
+        variant,
+        tensors,
+        initial_state=initial_state,
+        output_final_state=True,
+        **options,
+    )
+    like = output_like(variant, tensors)
+    assert o.shape == like.shape and o.dtype == like.dtype
+    plain = {k: v for k, v in options.items() if k not in ("chunk_len", "check")}
+    want_o, want_final = linear.run(
+        variant.op, tensors, initial_state=initial_state, **variant.options, **plain
+    )
+    linear_compare.judge("o", o, want_o, like.dtype)
+    for n, (got, want) in enumerate(zip(parts_of(final), parts_of(want_final), strict=True)):
+        assert got.dtype == (np.float64 if like.dtype == np.float64 else np.float32)
+        linear_compare.judge(f"final_state[{n}]", got, want, like.dtype)
+    return o, final
+
+
+def judge_gradients(variant, got, want, dtype, tensors):
+    """Two results of backward, the second in float64."""
+    floor = 0.0
+    for name in ("q", "C"):
+        if name in tensors:
+            floor = linear_compare.rms(exact(tensors[name]) * getattr(want, "d" + name))
+    for field in got._fields:
+        ours, theirs = getattr(got, field), getattr(want, field)
+        if theirs is None:
+            assert ours is None, field
+            continue
+        name = field.removeprefix("d")
+        if name == "initial_state":
+            for part, other in zip(parts_of(ours), parts_of(theirs), strict=True):
+                linear_compare.judge(field, part, other, dtype, linear_compare.GRADIENT)
+            continue
+        assert ours.dtype == tensors[name].dtype and ours.shape == tensors[name].shape, field
+        kind = linear_compare.kind_of_gradient(name)
+        at_least = floor if kind == linear_compare.GATE_GRADIENT else 0.0
+        linear_compare.judge(field, ours, theirs, dtype, kind, at_least)
+
+
+def check_backward(backend, variant, d_o, tensors, *, initial_state=None, **options):
+    """Run, judge against the reference in float64 (which test_linear_gradients.py holds against
+    differences), return the gradients."""
+    got = backward(backend, variant, d_o, tensors, initial_state=initial_state, **options)
+    d_final = options.pop("d_final_state", None)
+    want = backward(
+        "reference",
+        variant,
+        exact(d_o),
+        {name: exact(x) for name, x in tensors.items()},
+        initial_state=exact_state(initial_state),
+        d_final_state=exact_state(d_final),
+        **options,
+    )
+    judge_gradients(variant, got, want, output_like(variant, tensors).dtype, tensors)
+    return got

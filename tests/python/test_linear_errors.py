@@ -1,0 +1,230 @@
+"""Refused calls of the linear operators: InvalidArgument that names operator, argument, got and
+wanted, on every backend alike, before anything is written."""
+
+import numpy as np
+import pytest
+from linear_cases import BACKENDS, VARIANTS, Sizes, draw, draw_state, forward, step, variant_id
+
+import onchip
+
+GLA = next(v for v in VARIANTS if v.op == "simple_gla")
+MLSTM = next(v for v in VARIANTS if v.op == "mlstm")
+SIZES = Sizes()
+
+
+def base(variant=GLA, lead=None):
+    return draw(np.random.default_rng(1), variant, SIZES, np.float32, lead)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+# Name: (argument that the message must name, a tensor or option to change).
+DENSE = {
+    "q of rank 3": ("q", dict(q=zeros(5, 2, 3))),
+    "q of rank 5": ("q", dict(q=zeros(1, 2, 5, 2, 3))),
+    "q of integers": ("q", dict(q=zeros(2, 5, 2, 3, dtype=np.int32))),
+    "k of another length": ("k", dict(k=zeros(2, 6, 2, 3))),
+    "k of another dtype": ("k", dict(k=zeros(2, 5, 2, 3, dtype=np.float16))),
+    "k of value heads": ("k", dict(k=zeros(2, 5, 4, 3))),
+    "v of heads that do not divide": ("v", dict(v=zeros(2, 5, 3, 2))),
+    "v of fewer heads": ("v", dict(v=zeros(2, 5, 1, 2))),
+    "v of another batch": ("v", dict(v=zeros(1, 5, 4, 2))),
+    "log_decay of a channel": ("log_decay", dict(log_decay=zeros(2, 5, 4, 3))),
+    "log_decay of key heads": ("log_decay", dict(log_decay=zeros(2, 5, 2))),
+    "log_decay a head of key heads": ("log_decay", dict(log_decay=zeros(2))),
+    "log_decay of integers": ("log_decay", dict(log_decay=zeros(2, 5, 4, dtype=np.int64))),
+    "initial_state transposed": ("initial_state", dict(initial_state=zeros(2, 4, 2, 3))),
+    "initial_state of key heads": ("initial_state", dict(initial_state=zeros(2, 2, 3, 2))),
+    "initial_state of one sequence": ("initial_state", dict(initial_state=zeros(1, 4, 3, 2))),
+    "initial_state of float64": (
+        "initial_state",
+        dict(initial_state=zeros(2, 4, 3, 2, dtype=np.float64)),
+    ),
+    "initial_state of float16": (
+        "initial_state",
+        dict(initial_state=zeros(2, 4, 3, 2, dtype=np.float16)),
+    ),
+    "initial_state of two parts": (
+        "initial_state[1]",
+        dict(initial_state=(zeros(2, 4, 3, 2), zeros(2, 4, 3))),
+    ),
+    "initial_state of four parts": ("initial_state", dict(initial_state=(None,) * 4)),
+    "scale nan": ("scale", dict(scale=float("nan"))),
+    "scale inf": ("scale", dict(scale=float("inf"))),
+    "chunk_len 8": ("chunk_len", dict(chunk_len=8)),
+    "chunk_len negative": ("chunk_len", dict(chunk_len=-16)),
+    "state_layout unknown": ("state_layout", dict(state_layout="dkdv")),
+    "check of two": ("check", dict(check=2)),
+    "backend unknown": ("backend", dict(backend="numpy")),
+    "cu_seqlens on dense tensors": ("q", dict(cu_seqlens=[0, 5])),
+    "seqlens too long": ("seqlens[1]", dict(seqlens=[5, 6])),
+    "seqlens negative": ("seqlens[0]", dict(seqlens=[-1, 5])),
+    "seqlens of three": ("seqlens", dict(seqlens=[1, 2, 3])),
+    "seqlens of floats": ("seqlens", dict(seqlens=np.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("on", [None, *BACKENDS], ids=str)
+def test_refused(name, on):
+    argument, change = DENSE[name]
+    call = dict(base(), backend=on) | change
+    with pytest.raises(onchip.InvalidArgument) as refusal:
+        onchip.ops.simple_gla_forward(**call)
+    message = str(refusal.value)
+    assert message.startswith(f"simple_gla_forward: {argument}: got "), message
+    assert "wanted" in message
+
+
+PACKED = {
+    "cu_seqlens that falls": ("cu_seqlens[2]", dict(cu_seqlens=[0, 7, 3, 10])),
+    "cu_seqlens past the end": ("cu_seqlens[1]", dict(cu_seqlens=[0, 11])),
+    "cu_seqlens negative": ("cu_seqlens[0]", dict(cu_seqlens=[-1, 10])),
+    "cu_seqlens empty": ("cu_seqlens", dict(cu_seqlens=[])),
+    "states of another count": (
+        "initial_state",
+        dict(cu_seqlens=[0, 4, 10], initial_state=zeros(3, 4, 3, 2)),
+    ),
+    "batch axis": ("q", dict(cu_seqlens=[0, 10], q=zeros(1, 10, 2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_refused_packed(name):
+    argument, change = PACKED[name]
+    call = dict(base(lead=(10,))) | change
+    with pytest.raises(onchip.InvalidArgument) as refusal:
+        onchip.ops.simple_gla_forward(**call)
+    assert str(refusal.value).startswith(f"simple_gla_forward: {argument}: got ")
+
+
+def mlstm(**change):
+    return onchip.ops.mlstm_forward(**(base(MLSTM) | change))
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("gate", dict(gate="relu")),
+        ("normalize", dict(normalize=False)),
+        ("normalize", dict(normalize=3)),
+        ("eps", dict(eps=-1.0)),
+        ("eps", dict(eps=0.1, gate="sigmoid")),
+        ("i", dict(i=zeros(2, 5, 4, 3))),
+        ("f", dict(f=None)),
+        ("initial_state[1]", dict(initial_state=zeros(2, 4, 3, 2))),
+        (
+            "initial_state[2]",
+            dict(initial_state=(zeros(2, 4, 3, 2), zeros(2, 4, 3), zeros(2, 4, 1))),
+        ),
+        (
+            "initial_state[2]",
+            dict(
+                gate="sigmoid",
+                normalize=True,
+                initial_state=(zeros(2, 4, 3, 2), zeros(2, 4, 3), zeros(2, 4)),
+            ),
+        ),
+    ],
+)
+def test_refused_by_mlstm(argument, change):
+    with pytest.raises(onchip.InvalidArgument) as refusal:
+        mlstm(**change)
+    assert str(refusal.value).startswith(f"mlstm_forward: {argument}: got "), refusal.value
+
+
+def test_the_stabiliser_has_no_gradient():
+    tensors = base(MLSTM)
+    state = draw_state(np.random.default_rng(2), MLSTM, SIZES, 2, np.float32)
+    with pytest.raises(onchip.InvalidArgument, match=r"mlstm_backward: d_final_state\[2\]: got"):
+        onchip.ops.mlstm_backward(tensors["v"], **tensors, d_final_state=state)
+
+
+def mamba2(**change):
+    variant = next(v for v in VARIANTS if v.op == "mamba2" and v.id == "full")
+    return onchip.ops.mamba2_forward(**(base(variant) | change))
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("dt_limit", dict(dt_limit=(1.0, 0.5))),
+        ("dt_limit", dict(dt_limit=(1.0,))),
+        ("dt_limit", dict(dt_limit=0.5)),
+        ("dt_limit", dict(dt_limit=(float("nan"), 1.0))),
+        ("A", dict(A=zeros(4, 3))),
+        ("A", dict(A=zeros(2))),
+        ("B", dict(B=zeros(2, 5, 4, 3))),
+        ("D", dict(D=zeros(4, 3))),
+        ("z", dict(z=zeros(2, 5, 4, 3))),
+        ("dt_bias", dict(dt_bias=zeros(3))),
+        ("dt_softplus", dict(dt_softplus="yes")),
+        ("x", dict(x=zeros(2, 5, 3, 2))),
+    ],
+)
+def test_refused_by_mamba2(argument, change):
+    with pytest.raises(onchip.InvalidArgument) as refusal:
+        mamba2(**change)
+    assert str(refusal.value).startswith(f"mamba2_forward: {argument}: got "), refusal.value
+
+
+STEP = {
+    "a time axis": ("q", dict(q=zeros(2, 1, 2, 3))),
+    "no state": ("state", dict(state=None)),
+    "state of another batch": ("state", dict(state=zeros(3, 4, 3, 2))),
+    "state of integers": ("state", dict(state=zeros(2, 4, 3, 2, dtype=np.int32))),
+    "indices beyond the pool": ("state_indices[1]", dict(state_indices=[0, 2])),
+    "indices below -1": ("state_indices[0]", dict(state_indices=[-2, 0])),
+    "a slot twice": ("state_indices", dict(state_indices=[1, 1])),
+    "indices of int64": ("state_indices", dict(state_indices=np.zeros(2, np.int64))),
+    "indices of three": ("state_indices", dict(state_indices=[0, 1, -1])),
+    "a state that cannot be written": ("state", dict(state="frozen")),
+    "a state with gaps inside": ("state", dict(state=zeros(2, 4, 3, 4)[..., ::2])),
+}
+
+
+@pytest.mark.parametrize("name", STEP)
+def test_refused_steps_write_nothing(name):
+    argument, change = STEP[name]
+    state = draw_state(np.random.default_rng(3), GLA, SIZES, 2, np.float32)
+    before = state.copy()
+    if isinstance(change.get("state"), str):
+        state.flags.writeable = False
+        change = {}
+    call = dict(base(lead=(2,)), state=state) | change
+    with pytest.raises(onchip.InvalidArgument) as refusal:
+        onchip.ops.simple_gla_step(**call)
+    assert str(refusal.value).startswith(f"simple_gla_step: {argument}: got "), refusal.value
+    np.testing.assert_array_equal(state, before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_arguments_an_operator_does_not_have(variant):
+    tensors = base(variant)
+    with pytest.raises(TypeError):
+        forward(None, variant, tensors, causal=True)
+    with pytest.raises(TypeError):
+        step(None, variant, tensors, state=None, cu_seqlens=[0, 1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_explain_names_the_backends(variant):
+    tensors = dict.fromkeys(("D", "z", "dt_bias")) | base(variant)
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    for missing in ("log_decay",) if variant.id == "no_decay" else ():
+        tensors[missing] = None
+    text = onchip.explain(f"{variant.op}_forward", **tensors, **variant.options)
+    assert text.startswith(f"{variant.op}_forward: ") and "\n  reference: " in text
+    specs = {
+        name: x if x is None else onchip.ArraySpec(x.shape, "float32")
+        for name, x in tensors.items()
+    }
+    assert onchip.explain(f"{variant.op}_forward", **specs, **variant.options) == text
+
+
+def test_on_a_gpu_no_backend_takes_it_yet():
+    q = onchip.ArraySpec((2, 5, 2, 3), "float32", "cuda")
+    text = onchip.explain("retention_forward", q, q, q)
+    assert "no backend takes this call" in text and "CPU tensors only" in text

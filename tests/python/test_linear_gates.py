@@ -1,0 +1,230 @@
+"""Decays and gates at their ends: resets, strong and mixed decay, small growth, saturated gates.
+What the recurrence says has to come out finite, gradients included."""
+
+import numpy as np
+import pytest
+from harness import BFLOAT16
+from linear_cases import (
+    DTYPES,
+    VARIANTS,
+    Sizes,
+    Variant,
+    backward,
+    calls_of,
+    calls_with,
+    check_backward,
+    check_forward,
+    draw,
+    draw_state,
+    forward,
+    output_like,
+)
+
+import onchip
+from onchip.oracle import compare
+
+GIVEN_DECAY = [v for v in VARIANTS if "log_decay" in v.tensors()]
+decayed = pytest.mark.parametrize(
+    ("on", "variant"),
+    calls_of(GIVEN_DECAY),
+    ids=lambda value: value if isinstance(value, str) else f"{value.op}-{value.id}",
+)
+
+SIZES = Sizes(batch=1, length=70, heads_k=2, heads_v=2, dk=8, dv=4)
+
+
+def run_both_ways(on, variant, tensors, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    state = draw_state(rng, variant, SIZES, 1, dtype, variant.layout({}))
+    o, final = check_forward(on, variant, tensors, initial_state=state)
+    d_o = rng.standard_normal(o.shape).astype(dtype)
+    got = check_backward(on, variant, d_o, tensors, initial_state=state)
+    for name in tensors:
+        assert np.isfinite(getattr(got, "d" + name).astype(np.float64)).all(), name
+    assert np.isfinite(o.astype(np.float64)).all()
+    return o, final, got
+
+
+@decayed
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "values",
+    [(-1.0,), (-5.0,), (-20.0,), (-100.0,), (-1e4,), (-np.inf,), (0.0, -100.0),
+     (-1e-3, -100.0, -1e4, -np.inf)],
+    ids=str,
+)  # fmt: skip
+def test_strong_and_mixed_decay(on, variant, values, dtype):
+    rng = np.random.default_rng(1)
+    tensors = draw(rng, variant, SIZES, dtype)
+    shape = tensors["log_decay"].shape
+    tensors["log_decay"] = rng.choice(values, shape).astype(dtype)
+    run_both_ways(on, variant, tensors, dtype)
+
+
+@decayed
+def test_a_reset_cuts_exactly(on, variant):
+    """Nothing before a token whose log_decay is below -104 reaches it, whatever it was."""
+    if len(variant.tensors()["log_decay"]) == 4:  # a number a head has no place in the sequence
+        return
+    rng = np.random.default_rng(2)
+    tensors = draw(rng, variant, SIZES)
+    for value in (-104.5, -1e4, -np.inf):
+        at = 23
+        cut = {name: x.copy() for name, x in tensors.items()}
+        cut["log_decay"][:, at] = value
+        o, _ = forward(on, variant, cut)
+        late = {name: x[:, at:] for name, x in cut.items()}
+        want, _ = forward(on, variant, late)
+        np.testing.assert_allclose(o[:, at:], want, rtol=1e-12, atol=1e-13)
+        d_o = rng.standard_normal(o.shape)
+        d_o[:, :at] = 0
+        got = backward(on, variant, d_o, cut)
+        for name in cut:
+            assert not getattr(got, "d" + name)[:, :at].any(), name
+    # At -104 itself the past still counts: 1e30 of it does not vanish.
+    cut["log_decay"][:, at] = -104.0
+    cut["v"][:, at - 1] = 1e50
+    o, _ = forward(on, variant, cut)
+    assert np.abs(o[:, at]).max() > 1e3
+
+
+@decayed
+def test_a_state_that_is_not_finite_ends_at_a_reset(on, variant):
+    if len(variant.tensors()["log_decay"]) == 4:
+        return
+    rng = np.random.default_rng(3)
+    tensors = draw(rng, variant, SIZES)
+    tensors["v"][:, 3] = np.inf
+    tensors["log_decay"][:, 9] = -np.inf
+    o, final = forward(on, variant, tensors, output_final_state=True)
+    assert not np.isfinite(o[:, 5]).any()
+    late = {name: x[:, 9:] for name, x in tensors.items()}
+    want, want_final = forward(on, variant, late, output_final_state=True)
+    compare.assert_bitwise("o", o[:, 9:], want)
+    compare.assert_bitwise("final", final, want_final)
+
+
+@decayed
+def test_small_growth_follows_the_recurrence(on, variant):
+    rng = np.random.default_rng(4)
+    sizes = SIZES._replace(length=12)
+    tensors = draw(rng, variant, sizes, np.float32)
+    tensors["log_decay"][...] = 0.5
+    check_forward(on, variant, tensors)
+    with pytest.raises(onchip.InvalidArgument, match=r"log_decay: got 0\.5 .*\[-inf, 0\]"):
+        forward(on, variant, tensors, check=True)
+    tensors["log_decay"][...] = np.nan
+    with pytest.raises(onchip.InvalidArgument, match="log_decay: got nan"):
+        forward(on, variant, tensors, check=True)
+    tensors["log_decay"][...] = -np.inf
+    forward(on, variant, tensors, check=True)
+
+
+@decayed
+def test_the_first_decay_meets_nothing(on, variant):
+    """Without an initial state, what the first token's decay multiplies is 0."""
+    if len(variant.tensors()["log_decay"]) == 4:
+        return
+    rng = np.random.default_rng(5)
+    tensors = draw(rng, variant, SIZES._replace(length=4))
+    o, _ = forward(on, variant, tensors)
+    tensors["log_decay"][:, 0] = 176.0
+    compare.assert_bitwise("o", forward(on, variant, tensors)[0], o)
+
+
+@calls_with(op=("mlstm",), parts=3)
+@pytest.mark.parametrize("shift", [200.0, -200.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("forget", [-100.0, 0.0, 100.0])
+def test_mlstm_at_any_input_gate(on, variant, shift, forget):
+    rng = np.random.default_rng(6)
+    sizes = SIZES._replace(length=20)
+    tensors = draw(rng, variant, sizes, np.float32)
+    tensors["f"][...] = forget
+    plain = variant._replace(options={})
+    tensors["i"] += np.float32(shift)
+    o, _ = forward(on, plain, tensors)
+    got = backward(on, plain, np.ones_like(o), tensors)
+    assert np.isfinite(o).all()
+    for name in tensors:
+        assert np.isfinite(getattr(got, "d" + name)).all(), name
+    if shift > 0:
+        # num / |den|: what the shift multiplies both of does not show.
+        tensors["i"] += np.float32(1.0)
+        np.testing.assert_allclose(forward(on, plain, tensors)[0], o, rtol=2e-3, atol=1e-4)
+    else:
+        assert np.abs(o).max() < 1e-30
+
+
+@calls_with(op=("mlstm",))
+def test_mlstm_with_closed_gates(on, variant):
+    """i or f of -inf: nothing written, everything forgotten."""
+    rng = np.random.default_rng(7)
+    tensors = draw(rng, variant, SIZES, np.float32)
+    tensors["f"][:, 5] = -np.inf
+    tensors["i"][:, 9] = -np.inf
+    tensors["f"][:, 20] = -np.inf
+    tensors["i"][:, 20] = -np.inf
+    o, _ = forward(on, variant, tensors)
+    assert np.isfinite(o).all() and not o[:, 20].any()
+    if "eps" not in variant.options:  # eps counts in units of e^m, and m remembers
+        late = {name: x[:, 21:] for name, x in tensors.items()}
+        want, _ = forward(on, variant, late)
+        np.testing.assert_allclose(o[:, 21:], want, rtol=1e-4, atol=1e-5)
+    got = backward(on, variant, np.ones_like(o), tensors)
+    for name in tensors:
+        assert np.isfinite(getattr(got, "d" + name)).all(), name
+
+
+@pytest.mark.parametrize(("on", "variant"), calls_of([Variant("mamba2", "softplus")]), ids=str)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, BFLOAT16])
+def test_the_time_step_over_20(on, variant, dtype):
+    """softplus is the identity there and its slope 1; far below 0 both vanish."""
+    variant = variant._replace(without=("D", "z", "dt_bias"))
+    values = np.array([-30.0, 0.0, 19.9, 20.1, 25.0, 100.0])
+    sizes = Sizes(batch=1, length=len(values), heads_k=1, heads_v=1)
+    tensors = draw(np.random.default_rng(8), variant, sizes, dtype)
+    tensors["dt"][0, :, 0] = values
+    tensors["A"][...] = -1e-3
+    check_forward(on, variant, tensors)
+    check_backward(on, variant, np.ones_like(tensors["x"]), tensors)
+
+
+@calls_with(op=("mamba2",))
+def test_a_positive_rate_is_found_by_check(on, variant):
+    tensors = draw(np.random.default_rng(9), variant, Sizes())
+    forward(on, variant, tensors, check=True)
+    tensors["A"][1] = 1e-9
+    with pytest.raises(onchip.InvalidArgument, match="A: got 1e-09 for head 1"):
+        forward(on, variant, tensors, check=True)
+
+
+@calls_with(op=("linear_attention", "simple_gla"))
+def test_long_sequences_of_ones(on, variant):
+    """65,537 tokens: the last row sees all of them."""
+    if variant.id == "head":
+        return
+    shape = (1, 65537, 2, 8)
+    tensors = {name: np.ones(shape, np.float32) for name in "qkv"}
+    if "log_decay" in variant.tensors():
+        tensors["log_decay"] = np.zeros(shape[:3], np.float32)
+    o, _ = forward(on, variant, tensors, scale=1.0)
+    last = 1.0 if variant.options else 8.0 * shape[1]
+    np.testing.assert_allclose(o[0, -1], last, rtol=1e-6)
+
+
+@calls_with(op=("simple_gla",))
+def test_left_padding_changes_nothing(on, variant):
+    """Tokens of k = 0 and no decay in front, q and v garbage."""
+    if variant.id == "head":
+        return
+    rng = np.random.default_rng(10)
+    tensors = draw(rng, variant, SIZES)
+    o, final = forward(on, variant, tensors, output_final_state=True)
+    padded = {}
+    for name, x in tensors.items():
+        front = rng.standard_normal((1, 7, *x.shape[2:]))
+        padded[name] = np.concatenate([front * (name in ("q", "v")), x], axis=1)
+    got, got_final = forward(on, variant, padded, output_final_state=True)
+    compare.assert_bitwise("o", got[:, 7:], o)
+    compare.assert_bitwise("final", got_final, final)
+    assert output_like(variant, padded).shape[1] == SIZES.length + 7
