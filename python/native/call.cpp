@@ -391,11 +391,12 @@ Named named(std::string_view name) {
 // ---- Python values into fields ------------------------------------------------------------------
 
 double real_of(const Place& place, nb::handle value) {
-  double number = 0;
+  // Not nb::try_cast: that would also swallow a KeyboardInterrupt in somebody's __float__.
+  const double number = PyFloat_AsDouble(value.ptr());
+  const bool failed = number == -1 && PyErr_Occurred() != nullptr;
+  if (failed) drop_error();
   // The C struct marks an absent scale by NaN; here that mark is None.
-  if (!nb::try_cast(value, number) || std::isnan(number)) {
-    refuse(place, describe_value(value), "a number");
-  }
+  if (failed || std::isnan(number)) refuse(place, describe_value(value), "a number");
   return number;
 }
 

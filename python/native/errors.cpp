@@ -58,11 +58,14 @@ std::string describe_value(nb::handle value) {
 }
 
 std::int64_t count_of(const Place& place, nb::handle value) {
-  std::int64_t number = 0;
-  if (!nb::try_cast(value, number)) {
-    refuse(place, describe_value(value), "an integer of 64 bits");
+  // Not nb::try_cast: that would also swallow a KeyboardInterrupt in somebody's __index__.
+  const nb::object integer = nb::steal(PyNumber_Index(value.ptr()));
+  if (integer.is_valid()) {
+    const long long number = PyLong_AsLongLong(integer.ptr());
+    if (number != -1 || PyErr_Occurred() == nullptr) return number;
   }
-  return number;
+  drop_error();
+  refuse(place, describe_value(value), "an integer of 64 bits");
 }
 
 const char* utf8(nb::handle text) {

@@ -369,6 +369,24 @@ def test_lse_has_a_gradient():
     close(got, torch.autograd.grad(total(*plain(*leaves)), leaves))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    def dense_call(q, k, v):
+        return flash_attn_func(q, k, v, causal=True, window_size=(4, 0))
+
+    def varlen_call(qkv):
+        return flash_attn_varlen_qkvpacked_func(qkv, cu, 9, causal=True)
+
+    cu = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    for function, tensors in (
+        (dense_call, dense()),
+        (varlen_call, [draw((9, 3, 2, 16), torch.float64, 1)]),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        close(gradients(compiled, tensors), gradients(function, tensors))
+
+
 def test_refusals():
     q, k, v = dense()
     with pytest.raises(onchip.Unsupported, match="return_attn_probs: got True with dropout_p"):

@@ -131,3 +131,37 @@ def test_a_dtype_that_onchip_has_not_names_those_wanted(name):
         onchip.InvalidArgument, match=f"{name}: got dtype {dtype}, wanted {wanted}$"
     ):
         onchip.ops.attention_forward(X, X, X, **given)
+
+
+class Raises:
+    def __init__(self, error):
+        self.error = error
+
+    def __index__(self):
+        raise self.error
+
+    __float__ = __index__
+
+
+@pytest.mark.parametrize("name", ["window", "max_seqlen_q", "scale", "softcap"])
+def test_an_interrupt_while_an_option_is_read(name):
+    """It reaches the caller; an ordinary error of the value is a refusal."""
+
+    def call(error):
+        value = Raises(error)
+        given = {name: (value, 0) if name == "window" else value}
+        onchip.ops.attention_forward(X, X, X, **given)
+
+    with pytest.raises(KeyboardInterrupt):
+        call(KeyboardInterrupt())
+    with pytest.raises(onchip.InvalidArgument, match=f"{name}.*: got Raises, wanted"):
+        call(KeyError("none"))
+
+
+def test_numbers_of_other_libraries_are_options():
+    given = dict(window=(np.int64(2), np.int8(0)), scale=np.float32(0.5), max_seqlen_q=np.uint8(4))
+    o, _ = onchip.ops.attention_forward(X, X, X, **given, causal=np.bool_(True))
+    assert o.shape == X.shape
+    for name, value in (("scale", "1"), ("max_seqlen_q", 4.0), ("max_seqlen_q", 2**64)):
+        with pytest.raises(onchip.InvalidArgument, match=f"{name}: got"):
+            onchip.ops.attention_forward(X, X, X, **{name: value})
