@@ -429,6 +429,20 @@ def test_transforms_over_samples():
     torch.testing.assert_close(jacobian, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batches_of_cotangents():
+    """What PyTorch vectorises by a vmap of its own, which torch.func does not know of."""
+    tensors, _ = leaves(dense(torch.float64, rows=(3, 5)), {})
+    o, lse = attention(*tensors, return_lse=True)
+    batches = [draw((4, *x.shape), torch.float64, seed) for seed, x in enumerate((o, lse))]
+    got = torch.autograd.grad((o, lse), tensors, batches, is_grads_batched=True, retain_graph=True)
+    each = [
+        torch.autograd.grad((o, lse), tensors, pair, retain_graph=True)
+        for pair in zip(*batches, strict=True)
+    ]
+    all_same(got, [torch.stack(x) for x in zip(*each, strict=True)])
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop", JIT_DEPRECATED)
 def test_transforms_of_second_order_are_refused():
     q, k, v = dense(torch.float64, rows=(2, 2))
@@ -477,6 +491,14 @@ def test_checkpointed_views_of_packed_qkv(reentrant):
     body(plain).square().sum().backward()
     checkpoint(body, kept, use_reentrant=reentrant).square().sum().backward()
     same(kept.grad, plain.grad)
+
+
+def test_saved_tensors_may_travel():
+    tensors, _ = leaves(dense(), {})
+    with torch.autograd.graph.save_on_cpu():
+        o = attention(*tensors, causal=True)
+    wanted = attention(*tensors, causal=True)
+    all_same(torch.autograd.grad(o.sum(), tensors), torch.autograd.grad(wanted.sum(), tensors))
 
 
 def test_selective_checkpointing_keeps_its_results(monkeypatch):
@@ -597,6 +619,22 @@ def test_compiled_by_inductor_with_its_backward():
     for got, wanted in zip(
         run(tensors, options, function), run(tensors, options, block), strict=True
     ):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_compiled_with_a_checkpoint_inside():
+    def function(*tensors):
+        def body(q, k, v):
+            return onchip.torch.scaled_dot_product_attention(2 * q, k, v, dropout_p=0.5).sin()
+
+        return checkpoint(body, *tensors, use_reentrant=False).sum()
+
+    tensors, _ = leaves(dense(torch.float64, heads=(4, 4), rows=(9, 9)), {})
+    results = []
+    for call in (compiled(function, backend="aot_eager"), function):
+        torch.manual_seed(3)
+        results.append(torch.autograd.grad(call(*tensors), tensors))
+    for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted)
 
 

@@ -91,6 +91,12 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> Non
     ctx.values = inputs[_COUNT:]
 
 
+def _is_batched(*cotangents: Tensor | None) -> bool:
+    """By `is_grads_batched`, whose tensors torch.func does not know of."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(x is not None and is_batched(x) for x in cotangents)
+
+
 def _differentiate(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     none = (None,) * (_COUNT + len(VALUES))
     if d_o is None and d_lse is None:
@@ -109,7 +115,7 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[
     gradients: Sequence[Tensor | None]
     if transformed:
         gradients = _TransformedBackward.apply(*arguments)
-    elif are_plain((*saved, *tensors)) and not is_watched(d_o):
+    elif are_plain((*saved, *tensors)) and not (is_watched(d_o) or _is_batched(d_o, d_lse)):
         refuse_tangents(BACKWARD.name, (*saved, *tensors))
         gradients = _run.backward(d_o, o, lse, d_lse, tensors, ctx.values, wanted)
     else:
