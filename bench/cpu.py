@@ -27,7 +27,7 @@ from onchip.bench.cases import AttentionCase, Case
 from onchip.cli.progress import progress
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS, PEER = "onchip:cpu", "torch:sdpa"
+OURS = "onchip:cpu"
 
 Result = dict[str, Any]
 
@@ -52,9 +52,13 @@ class Row:
     name: str
     cases: Sequence[str]
     wanted: Callable[[Case], Wanted]
-    implementations: Sequence[str] = (OURS, PEER)
+    implementations: Sequence[str] = (OURS, "torch:sdpa")
     # Each in a process of its own, once: for its memory.
     apart: bool = False
+
+    @property
+    def peer(self) -> str | None:
+        return next((name for name in self.implementations if name != OURS), None)
 
 
 # Heads and sequences such that a call takes 0.05 to 2 s.
@@ -88,6 +92,8 @@ def _backward(case: Case) -> Wanted:
     return Wanted(share=0.6, ratio=1.25 if case.causal else 1.0)
 
 
+_LINEAR = ("simple_gla", "delta_rule")
+
 ROWS = [
     Row("C-fwd fp32", _attention("fwd", "fp32", (1024, 4096, 16384)), _forward),
     Row("C-bwd fp32", _attention("bwd", "fp32", (1024, 4096)), _backward),
@@ -106,6 +112,18 @@ ROWS = [
         ],
         lambda case: Wanted(share=0.75),
         (OURS,),
+    ),
+    Row(
+        "C-linear fwd",
+        [f"linear/fwd/fp32/h16d128/{name}/b1s4096" for name in _LINEAR],
+        lambda case: Wanted(share=0.3, ratio=2.0),
+        (OURS, "torch:chunked"),
+    ),
+    Row(
+        "C-linear bwd",
+        [f"linear/bwd/fp32/h16d128/{name}/b1s4096" for name in _LINEAR],
+        lambda case: Wanted(share=0.25),
+        (OURS, "torch:chunked"),
     ),
     Row(
         "C-memory",
@@ -230,11 +248,11 @@ def verdict(rows: Sequence[Row], made: record.Record) -> tuple[str, bool]:
     """Every case against what its row asks; whether all of them pass."""
     by_case = {(r["case"], r["impl"]): r for r in made["results"]}
     reasons = {(s["case"], s["impl"]): s["reason"] for s in made["skipped"]}
-    lines = [["row", "case", "speed", "/ torch", "share of the best", "MiB beyond", ""]]
+    lines = [["row", "case", "speed", "/ PyTorch", "share of the best", "MiB beyond", ""]]
     passed = True
     for row in rows:
         for name in row.cases:
-            ours, peer = by_case.get((name, OURS)), by_case.get((name, PEER))
+            ours, peer = by_case.get((name, OURS)), by_case.get((name, row.peer))
             wanted = row.wanted(cases.parse(name))
             if ours is None:
                 passed = False

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from onchip.bench.cases import AttentionCase
-from onchip.bench.implementations import chosen
+from onchip.bench.prepared import chosen
 from onchip.bench.record import gpu_facts
 
 Result = dict[str, Any]

@@ -23,7 +23,7 @@ from examples.demo.encoder import (
 )
 from examples.demo.show import CheckFailed, bytes_text, ms_text, progress
 from onchip.bench import memory
-from onchip.bench.implementations import chosen
+from onchip.bench.prepared import chosen
 
 PAGE = Path(__file__).with_name("page.txt")
 SOURCE = "the end of Darwin, On the Origin of Species, London 1859"

@@ -9,11 +9,12 @@ import pytest
 
 import onchip
 from onchip import _native
-from onchip.bench import cases, measure, memory, record
+from onchip.bench import cases, linear, measure, memory, record
 from onchip.bench.cases import AttentionCase, StepCase
 from onchip.bench.errors import error_against_fp64
-from onchip.bench.implementations import IMPLEMENTATIONS, Implementation, chosen, plain_attention
+from onchip.bench.implementations import IMPLEMENTATIONS, Implementation, plain_attention
 from onchip.bench.inputs import draw_inputs, paged
+from onchip.bench.prepared import chosen
 from onchip.oracle import attention as oracle
 
 CASE = AttentionCase.parse("attention/fwd/fp32/h2d16/causal/b2s96")
@@ -45,6 +46,8 @@ def test_heads_and_batch_by_convention():
         "attention/step/fp32/d64/causal/s8",
         "attention/step/fp32/d64/paged0/s8",
         "attention/fwdbwd/fp32/d64/contiguous/s8",
+        "linear/fwd/fp32/d64/causal/s8",
+        "linear/step/fp32/d64/simple_gla/s8",
     ],
 )
 def test_other_names_are_refused(name):
@@ -63,6 +66,17 @@ def test_other_names_are_refused(name):
         ("attention/fwd/fp16/h1d8/window99/b1s32", 4 * 8 * 512, 2 * 2 * 2 * 8 * 32),
         ("attention/step/bf16/h8k2d8/paged16/b3s100", 4 * 8 * 100 * 8 * 3, 2 * 2 * 2 * 8 * 100 * 3),
         ("attention/step/fp32/h2d8/contiguous/b1s7", 4 * 8 * 7 * 2, 2 * 4 * 2 * 8 * 7),
+        # 98 and 246 kFLOP a token and head; q, k, v, o and a gate.
+        (
+            "linear/fwd/bf16/h2k1d128/simple_gla/b3s64",
+            (4 * 128**2 + 2 * 64 * 256) * 2 * 64 * 3,
+            3 * 64 * (2 * (2 * 128 + 4 * 128) + 4 * 2),
+        ),
+        (
+            "linear/bwd/fp32/h2d128v64/gated_delta_rule/b1s64",
+            (16 * 128 * 64 + 128 * (6 * 128 + 5 * 64) + 2 * 64**2 / 3) * 2 * 64,
+            64 * (4 * (4 * 2 * 128 + 3 * 2 * 64) + 4 * 2 * 2 * 2),
+        ),
     ],
 )
 def test_what_a_case_costs(name, flops, tensor_bytes):
@@ -143,7 +157,7 @@ def test_inputs_lie_as_pytorch_wants_them():
 def test_pages_hold_the_rows():
     case = StepCase.parse("attention/step/fp32/h2d4/paged8/b3s21")
     inputs = draw_inputs(case, seed=0)
-    table = inputs.paged["page_table"]
+    table = inputs.more["page_table"]
     assert table.shape == (3, 3) and sorted(table.reshape(-1)) == list(range(9))
     cache = paged(inputs.k, table, 8)
     assert cache.shape == (9, 8, 2, 4)
@@ -261,6 +275,67 @@ def test_what_pytorch_has_not(name, reason):
     pytest.importorskip("torch")
     with pytest.raises(measure.Skipped, match=reason):
         measure.measure(cases.parse(name), "torch:sdpa", budget_s=0.0, seed=0)
+
+
+def recurrence(q, k, v, log_decay=None, beta=None):
+    """Token by token, as docs/semantics.md, section 3, has it."""
+    batch, tokens, heads, dim = q.shape
+    o, state = np.empty(v.shape), np.zeros((batch, heads, dim, v.shape[-1]))
+    for t in range(tokens):
+        if log_decay is not None:
+            state = state * np.exp(log_decay[:, t])[..., None, None]
+        row = v[:, t]
+        if beta is not None:
+            erased = np.einsum("bhd,bhdv->bhv", k[:, t], state)
+            row = beta[:, t][..., None] * (row - erased)
+        state = state + k[:, t][..., None] * row[:, :, None]
+        o[:, t] = dim**-0.5 * np.einsum("bhd,bhdv->bhv", q[:, t], state)
+    return o
+
+
+@pytest.mark.parametrize("operator", cases.LINEAR_GATES)
+def test_the_chunked_formulation_is_the_recurrence(operator):
+    torch = pytest.importorskip("torch")
+    case = cases.parse(f"linear/fwd/fp64/h3d8v5/{operator}/b2s192")
+    inputs = draw_inputs(case, seed=0)
+    gates = {name: x.astype(np.float64) for name, x in inputs.more.items()}
+    assert tuple(gates) == case.gates
+    np.testing.assert_allclose(np.linalg.norm(inputs.k, axis=-1), 1, rtol=1e-6)
+    tensors = [torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v)]
+    o = linear.chunked(*tensors, **{name: torch.from_numpy(x) for name, x in gates.items()})
+    wanted = recurrence(inputs.q, inputs.k, inputs.v, **gates)
+    np.testing.assert_allclose(o.numpy(), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("operator", cases.LINEAR_GATES)
+@pytest.mark.parametrize("phase", cases.PHASES)
+def test_linear_attention(operator, phase):
+    case = cases.parse(f"linear/{phase}/fp32/h4k2d8v16/{operator}/b2s70")
+    names = ["onchip:reference", "torch:sdpa", "torch:chunked", "numpy:plain"]
+    results, skipped = measure.measure_together([(case, names)])
+    reasons = {entry["impl"]: entry["reason"] for entry in skipped}
+    assert "plain formula" in reasons["numpy:plain"]
+    if IMPLEMENTATIONS["torch:sdpa"].installed:
+        assert "is not linear attention" in reasons["torch:sdpa"]
+        assert "whole chunks of 64 and no groups" in reasons["torch:chunked"]
+    if not hasattr(onchip.ops, f"{operator}_forward"):
+        assert reasons["onchip:reference"] == f"this onchip has no {operator}"
+        return
+    [result] = results
+    assert (result["case"], result["backend"]) == (case.name, "reference")
+    assert 0 < result["error"]["max"] < 1e-5 * max(1.0, result["error"]["max_ref"])
+    # Every row of the first key head, and of its two value heads.
+    assert result["error"]["rows"] == 70 * (2 if phase == "fwd" else 2 + 1 + 1)
+
+
+@pytest.mark.parametrize("phase", cases.PHASES)
+def test_the_chunked_formulation_of_a_case(phase):
+    pytest.importorskip("torch")
+    if not hasattr(onchip.ops, "simple_gla_forward"):
+        pytest.skip("this onchip has no simple_gla to compare with")
+    case = cases.parse(f"linear/{phase}/fp32/h2d8/simple_gla/b1s128")
+    result = measure.measure(case, "torch:chunked", budget_s=0.0, seed=0)
+    assert 0 < result["error"]["max"] < 1e-5 * max(1.0, result["error"]["max_ref"])
 
 
 def test_what_would_take_too_long_is_skipped():

@@ -109,6 +109,7 @@ def result(impl, case, best_ms, **more):
 
 def test_verdict():
     row = cpu.Row("r", [FORWARD], lambda case: cpu.Wanted(0.6, 1.0, 4 << 20))
+    assert row.peer == "torch:sdpa"
     peer = result("torch:sdpa", FORWARD, 0.99)
 
     def judged(*results, skipped=()):

@@ -6,6 +6,9 @@
     attention/fwd/bf16/h32k8d128/window256/s4096    32 query heads, 8 key heads; 256 keys back
     attention/step/bf16/h64k8d128/paged16/b16s32768 decoding: one query, 32,768 keys in the cache
 
+    linear/fwd/fp32/h16d128/simple_gla/b1s4096      linear attention by its operator's name;
+                                                    16 heads, keys of 128 channels, values too
+
 Without `h<heads>` there are 2048 / head_dim heads, without `b<batch>` 16,384 / seqlen sequences:
 the convention of published attention figures. Without `k<heads>` there are as many key heads.
 """
@@ -31,10 +34,21 @@ _ATTENTION = re.compile(
 _STEP = re.compile(
     rf"attention/step/{_DTYPE}/{_DIMS}/(contiguous|paged(?P<page_size>[1-9]\d*))/{_LENGTHS}"
 )
+# The tensors that each operator takes beside q, k and v.
+LINEAR_GATES = {
+    "simple_gla": ("log_decay",),
+    "delta_rule": ("beta",),
+    "gated_delta_rule": ("log_decay", "beta"),
+}
+_LINEAR = re.compile(
+    rf"linear/(?P<phase>{'|'.join(PHASES)})/{_DTYPE}/{_DIMS}(v(?P<dim_v>[1-9]\d*))?"
+    rf"/(?P<operator>{'|'.join(LINEAR_GATES)})/{_LENGTHS}"
+)
 _WANTED = (
     "attention/<fwd|bwd|fwdbwd>/<dtype>/[h<heads>[k<key heads>]]d<head_dim>/"
     "<full|causal|window<left>>/[b<batch>]s<seqlen>, or "
-    "attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>"
+    "attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>, or "
+    "linear/<fwd|bwd|fwdbwd>/<dtype>/<dims>[v<head_dim_v>]/<operator>/[b<batch>]s<tokens>"
 )
 
 
@@ -180,9 +194,78 @@ class StepCase(_Case):
         return replace(self, seqlen=min(self.seqlen, seqlen), batch=1)
 
 
-Case = AttentionCase | StepCase
+@dataclass(frozen=True, kw_only=True)
+class LinearCase(_Case):
+    """Linear attention; num_heads are the heads of the values, num_heads_kv of queries and keys."""
+
+    operator: str
+    head_dim_v: int
+
+    @classmethod
+    def parse(cls, name: str) -> "LinearCase":
+        match = _LINEAR.fullmatch(name)
+        if match is None:
+            raise ValueError(f"case: got {name!r}, wanted {_WANTED}")
+        return cls(
+            phase=match["phase"],
+            operator=match["operator"],
+            head_dim_v=int(match["dim_v"] or match["dim"]),
+            **_sizes(match),
+        )
+
+    @property
+    def name(self) -> str:
+        values = "" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}"
+        return (
+            f"linear/{self.phase}/{self.dtype}/{self._dims}{values}/{self.operator}"
+            f"/b{self.batch}s{self.seqlen}"
+        )
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        return LINEAR_GATES[self.operator]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of queries and keys."""
+        return self.shape_kv
+
+    @property
+    def shape_v(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.seqlen, self.num_heads, self.head_dim_v)
+
+    @property
+    def flops(self) -> float:
+        """Of the chunked form with chunks of 64, whatever an implementation computes: products with
+        the state, and within a chunk its whole square."""
+        dk, dv, chunk = self.head_dim, self.head_dim_v, 64
+        if "beta" in self.gates:
+            forward = 6 * dk * dv + 4 * chunk * (dk + dv) + 2 * chunk**2 / 3
+            backward = 16 * dk * dv + 2 * chunk * (6 * dk + 5 * dv) + 2 * chunk**2 / 3
+        else:
+            forward = 4 * dk * dv + 2 * chunk * (dk + dv)
+            backward = 10 * dk * dv + 2 * chunk * (3 * dk + 2 * dv)
+        each = {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[self.phase]
+        return each * self.num_heads * self.seqlen * self.batch
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Inputs read and results written, once each; gates are fp32."""
+        # Forward q, k and v, o; backward q, k, dq, dk and v, d_o, dv.
+        keys, values, gates = {"fwd": (2, 2, 1), "bwd": (4, 3, 2), "fwdbwd": (6, 5, 3)}[self.phase]
+        row = keys * self.num_heads_kv * self.head_dim + values * self.num_heads * self.head_dim_v
+        gate_bytes = 4 * gates * len(self.gates) * self.num_heads
+        return self.batch * self.seqlen * (row * self.element_bytes + gate_bytes)
+
+    def small(self, seqlen: int) -> "LinearCase":
+        return replace(self, seqlen=min(self.seqlen, seqlen), batch=1)
+
+
+Case = AttentionCase | StepCase | LinearCase
 
 
 def parse(name: str) -> Case:
     """Raises ValueError for what is no name of a case."""
-    return StepCase.parse(name) if name.startswith("attention/step/") else AttentionCase.parse(name)
+    if name.startswith("attention/step/"):
+        return StepCase.parse(name)
+    return LinearCase.parse(name) if name.startswith("linear/") else AttentionCase.parse(name)

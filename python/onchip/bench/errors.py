@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onchip.bench.cases import AttentionCase, Case
+from onchip.bench import linear
+from onchip.bench.cases import AttentionCase, Case, LinearCase
 from onchip.bench.inputs import Array, Inputs
 
 Result = dict[str, Any]
@@ -49,7 +50,7 @@ class _Errors:
         # np.maximum keeps a NaN.
         self.largest = float(np.maximum(self.largest, np.abs(difference).max()))
         self.largest_ref = max(self.largest_ref, float(np.abs(wanted).max()))
-        self.rows += len(wanted)
+        self.rows += wanted.size // wanted.shape[-1]
 
     def result(self) -> Result:
         return {
@@ -115,9 +116,13 @@ def _backward(
 
 
 def error_against_fp64(case: Case, inputs: Inputs, made: dict[str, Array], seed: int) -> Result:
-    """Of o, or of dq, dk and dv together."""
+    """Of o, or of dq, dk and dv together; of linear attention, which onchip's own reference knows,
+    of all rows of the first key head."""
     errors = _Errors()
-    if isinstance(case, AttentionCase) and "dq" in made:
+    if isinstance(case, LinearCase):
+        for name, wanted in linear.exact(case, inputs).items():
+            errors.add(made[name][:1, :, : wanted.shape[2]], wanted)
+    elif isinstance(case, AttentionCase) and "dq" in made:
         _backward(case, inputs, made, errors, seed)
     else:
         _forward(case, inputs, made["o"], errors, seed)

@@ -2,34 +2,16 @@
 
 import importlib.util
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from onchip.bench.cases import AttentionCase, Case, StepCase
+from onchip.bench import linear
+from onchip.bench.cases import AttentionCase, Case, LinearCase, StepCase
 from onchip.bench.inputs import Array, Inputs, paged
-
-
-class Skipped(Exception):
-    """The measurement cannot be made here; the text says why."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    call: Callable[[], Any]
-    # The call's results by name, o, dq, dk, dv, as `[batch, seqlen, heads, head_dim]`.
-    outputs: Callable[[Any], dict[str, Array]]
-    # What the caller gets and would have to hold anyway.
-    result_bytes: int
-    backend: str
-    kernel: str
-    # Waits until everything that was called is done.
-    finish: Callable[[], None] = lambda: None
-    # In this process's own memory, where its peak can be seen.
-    in_host_memory: bool = True
+from onchip.bench.prepared import Prepared, Skipped, from_torch, planned, sync_cuda, to_torch
 
 
 @dataclass(frozen=True)
@@ -114,53 +96,6 @@ def _plain_bytes(case: Case) -> int:
 # ---- onchip -------------------------------------------------------------------------------------
 
 
-def chosen(explanation: str) -> tuple[str, str]:
-    """Backend and kernel from the text of onchip.explain."""
-    line = re.search(r"^  (\S+): chosen: (.+), workspace \d+ bytes$", explanation, re.MULTILINE)
-    if line is None:
-        raise ValueError(f"no backend is chosen in {explanation!r}")
-    return line[1], line[2]
-
-
-def _planned(operator: str, *arrays: Any, **options: Any) -> tuple[str, str]:
-    """Backend and kernel of the call; Skipped, with the reason, where it is refused."""
-    import onchip
-
-    backend = options["backend"]
-    try:
-        text = onchip.explain(operator, *arrays, **options)
-    except onchip.InvalidArgument as wrong:
-        if ": backend: got " in str(wrong):
-            raise Skipped(f"{operator} is not in this backend") from None
-        raise
-    refusal = re.search(rf"^  {re.escape(backend)}: (?!chosen)\S+: (.+)$", text, re.MULTILINE)
-    if refusal is not None:
-        raise Skipped(refusal[1])
-    return chosen(text)
-
-
-def to_torch(array: Array, device: str) -> Any:
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(array).to(device)
-
-
-def from_torch(tensor: Any) -> Array:
-    """In fp32 where NumPy has not the tensor's dtype."""
-    import torch
-
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _sync_cuda() -> None:
-    import torch
-
-    torch.cuda.synchronize()
-
-
 def _prepare_onchip(backend: str) -> Callable[[Case, Inputs], Prepared]:
     on_gpu = backend.startswith("cuda.")
 
@@ -179,13 +114,15 @@ def _prepare_onchip(backend: str) -> Callable[[Case, Inputs], Prepared]:
             result_bytes=_result_bytes(case),
             backend=plan[0],
             kernel=plan[1],
-            finish=_sync_cuda if on_gpu else lambda: None,
+            finish=sync_cuda if on_gpu else lambda: None,
             in_host_memory=not on_gpu,
         )
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         import onchip
 
+        if isinstance(case, LinearCase):
+            return linear.prepare_onchip(case, inputs, backend)
         ops: Any = onchip.ops
         # Forced: a figure of one backend must not come from another.
         options: dict[str, Any] = {"backend": backend}
@@ -195,26 +132,26 @@ def _prepare_onchip(backend: str) -> Callable[[Case, Inputs], Prepared]:
                 raise Skipped("this onchip has no attention_decode")
             k, v = inputs.k, inputs.v
             if case.page_size is not None:
-                table = inputs.paged["page_table"]
+                table = inputs.more["page_table"]
                 k, v = (paged(x, table, case.page_size) for x in (k, v))
                 options["page_table"] = given(table)
             lengths = np.full(case.batch, case.seqlen, np.int32)
             arrays, options["cache_seqlens"] = (q, given(k), given(v)), given(lengths)
-            plan = _planned("attention_decode", *arrays, **options)
+            plan = planned("attention_decode", *arrays, **options)
             return named(lambda: ops.attention_decode(*arrays, **options), ("o",), case, plan)
 
         arrays = (q, given(inputs.k), given(inputs.v))
         options["causal"] = case.causal
         if case.window_left >= 0:
             options["window"] = (case.window_left, -1)
-        forward_plan = _planned("attention_forward", *arrays, **options)
+        forward_plan = planned("attention_forward", *arrays, **options)
         if case.phase == "fwd":
             return named(
                 lambda: ops.attention_forward(*arrays, **options), ("o",), case, forward_plan
             )
         d_o = given(inputs.d_o)
         o, lse = ops.attention_forward(*arrays, **options)
-        plan = _planned("attention_backward", d_o, *arrays, o, lse, **options)
+        plan = planned("attention_backward", d_o, *arrays, o, lse, **options)
         if case.phase == "bwd":
             return named(
                 lambda: ops.attention_backward(d_o, *arrays, o, lse, **options),
@@ -239,6 +176,8 @@ def _prepare_torch(device: str) -> Callable[[Case, Inputs], Prepared]:
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         import torch
 
+        if isinstance(case, LinearCase):
+            raise Skipped("scaled_dot_product_attention is not linear attention")
         if isinstance(case, AttentionCase) and case.window_left >= 0:
             raise Skipped("scaled_dot_product_attention has no window")
         if isinstance(case, StepCase) and case.page_size is not None:
@@ -263,7 +202,7 @@ def _prepare_torch(device: str) -> Callable[[Case, Inputs], Prepared]:
                 result_bytes=_result_bytes(case),
                 backend=device,
                 kernel=f"scaled_dot_product_attention{what}",
-                finish=_sync_cuda if device == "cuda" else lambda: None,
+                finish=sync_cuda if device == "cuda" else lambda: None,
                 in_host_memory=device != "cuda",
             )
 
@@ -303,6 +242,7 @@ IMPLEMENTATIONS = {
             Implementation(f"onchip:{name}", "onchip", _prepare_onchip(name), _twice_the_tensors)
             for name in ("cuda.sm90", "cuda.sm80", "cpu", "reference")
         ),
+        Implementation("torch:chunked", "torch", linear.prepare_torch, linear.needed_bytes),
         Implementation("torch:sdpa", "torch", _prepare_torch("cpu"), _twice_the_tensors),
         Implementation("torch:sdpa_cuda", "torch", _prepare_torch("cuda"), _twice_the_tensors),
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from onchip.bench.cases import Case, StepCase
+from onchip.bench.cases import Case, LinearCase, StepCase
 
 Array = Any  # a NumPy array of the case's dtype
 
@@ -15,14 +15,15 @@ class Inputs:
     """q, k, v `[batch, seqlen, heads, head_dim]`, views of memory in PyTorch's order of axes
     (`[batch, heads, seqlen, head_dim]`): one memory for every implementation.
 
-    In a step, k and v are what the cache holds in the end, row by row; `paged` says how.
+    In a step, k and v are what the cache holds, row by row; `more` has the page table if it is
+    paged. In linear attention all lie as written, and `more` has the gates.
     """
 
     q: Array
     k: Array
     v: Array
     d_o: Array | None = None
-    paged: dict[str, Array] = field(default_factory=dict)
+    more: dict[str, Array] = field(default_factory=dict)
 
 
 def dtype_of(name: str) -> Any:
@@ -43,11 +44,35 @@ def draw_inputs(case: Case, seed: int) -> Inputs:
     """Normal numbers, rounded to the case's dtype."""
     rng = np.random.default_rng(seed)
     dtype = dtype_of(case.dtype)
+    if isinstance(case, LinearCase):
+        return _draw_linear(rng, case, dtype)
     q, k, v = (_draw(rng, shape, dtype) for shape in (case.shape, case.shape_kv, case.shape_kv))
     if isinstance(case, StepCase):
         # As caches lie: a token's heads beside each other.
-        return Inputs(q, np.ascontiguousarray(k), np.ascontiguousarray(v), paged=_pages(rng, case))
+        return Inputs(q, np.ascontiguousarray(k), np.ascontiguousarray(v), more=_pages(rng, case))
     return Inputs(q, k, v, None if case.phase == "fwd" else _draw(rng, case.shape, dtype))
+
+
+def _draw_linear(rng: np.random.Generator, case: LinearCase, dtype: Any) -> Inputs:
+    """Keys of length 1, as a delta rule wants them; decays of 0.1 to 10 % a token."""
+
+    def normal(shape: tuple[int, ...]) -> Array:
+        return rng.standard_normal(shape, np.float32)
+
+    k = normal(case.shape)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    rows = case.shape_v[:-1]
+    gates = {
+        "log_decay": -np.exp(rng.uniform(np.log(1e-3), np.log(0.1), rows)).astype(np.float32),
+        "beta": 1 / (1 + np.exp(-normal(rows))),
+    }
+    return Inputs(
+        normal(case.shape).astype(dtype),
+        k.astype(dtype),
+        normal(case.shape_v).astype(dtype),
+        None if case.phase == "fwd" else normal(case.shape_v).astype(dtype),
+        {name: gates[name] for name in case.gates},
+    )
 
 
 def _pages(rng: np.random.Generator, case: StepCase) -> dict[str, Array]:

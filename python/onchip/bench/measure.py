@@ -22,8 +22,9 @@ from typing import Any
 from onchip.bench import cases, memory
 from onchip.bench.cases import Case, StepCase
 from onchip.bench.errors import error_against_fp64
-from onchip.bench.implementations import IMPLEMENTATIONS, Prepared, Skipped, absent
+from onchip.bench.implementations import IMPLEMENTATIONS, absent
 from onchip.bench.inputs import Inputs, draw_inputs
+from onchip.bench.prepared import Prepared, Skipped
 
 __all__ = ["Result", "Skipped", "measure", "measure_in_own_process", "measure_together"]
 

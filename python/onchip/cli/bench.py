@@ -51,10 +51,18 @@ def _from_flags(flags: Sequence[str | None], heads: str | None, batch: int | Non
     ]
 
 
-def _implementations(impl: str | None) -> list[str]:
-    if impl is None:
-        # The plain formula is there to be asked for.
-        return [n for n in IMPLEMENTATIONS if n != "numpy:plain" and absent(n) is None]
+def _here() -> list[str]:
+    # The plain formula is there to be asked for.
+    return [name for name in IMPLEMENTATIONS if name != "numpy:plain" and absent(name) is None]
+
+
+def _fits(name: str, case: cases.Case) -> bool:
+    if isinstance(case, cases.LinearCase):
+        return not name.startswith("torch:sdpa")
+    return name != "torch:chunked"
+
+
+def _implementations(impl: str) -> list[str]:
     names = _words(impl)
     for name in names:
         if name not in IMPLEMENTATIONS:
@@ -107,7 +115,13 @@ def run_bench(
     else:
         wanted = _from_flags(flags, heads, batch)
     wanted = list({case.name: case for case in wanted}.values())
-    implementations = _implementations(impl)
+    pairs: list[tuple[cases.Case, list[str]]]
+    if impl is None:
+        here = _here()
+        pairs = [(case, [name for name in here if _fits(name, case)]) for case in wanted]
+    else:
+        names_given = _implementations(impl)
+        pairs = [(case, names_given) for case in wanted]
 
     # Refused before anything is measured; 0: the start value.
     measure.set_threads(0 if threads is None else threads)
@@ -115,7 +129,7 @@ def run_bench(
         show(0.0, "what the machine reaches at best")
         peaks = record.ceilings()
         results, skipped = measure.measure_together(
-            [(case, implementations) for case in wanted],
+            pairs,
             rounds=rounds,
             seed=seed,
             limit_s=limit,

@@ -186,7 +186,8 @@ def bench(
 
     A case is attention/<fwd|bwd|fwdbwd>/<dtype>/[h<heads>[k<key heads>]]d<head_dim>/
     <full|causal|window<left>>/[b<batch>]s<seqlen>, or, decoding,
-    attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>.
+    attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>, or
+    linear/<fwd|bwd|fwdbwd>/<dtype>/<dims>[v<head_dim_v>]/<operator>/[b<batch>]s<tokens>.
 
     onchip bench --dtype fp32,bf16 --head-dim 64,128 --out record.json --plot figures.png
     """
