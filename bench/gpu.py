@@ -77,7 +77,8 @@ def _onchip(case: AttentionCase, q: Any, k: Any, v: Any) -> tuple[str, str, Call
     from onchip.torch import attention
 
     options: dict[str, Any] = {"causal": case.causal, "backend": _BACKEND}
-    backend, kernel = chosen(onchip.explain("attention_forward", q, k, v, **options))
+    arrays = (x.detach() for x in (q, k, v))
+    backend, kernel = chosen(onchip.explain("attention_forward", *arrays, **options))
     return backend, kernel, lambda: attention(q, k, v, **options)
 
 
@@ -312,18 +313,22 @@ def measure_host(program: Path) -> Result:
     results.append(_host_result("c++", impl, answer["kernel"], answer["plan_and_run_us"]))
     run_alone = _host_result("c++", f"{impl}, planned once", answer["kernel"], answer["run_us"])
     results.append(run_alone)
-    q, k, v = (torch.randn(case.shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    with torch.no_grad():
-        for name, prepare in IMPLEMENTATIONS.items():
-            _, kernel, call = prepare(case, q, k, v)
-            samples = []
-            for _ in range(_HOST_BATCHES + 1):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(_HOST_CALLS):
-                    call()
-                samples.append(1e6 * (time.perf_counter() - start) / _HOST_CALLS)
-            results.append(_host_result("torch", name, kernel, samples[1:]))
+    for layer, with_grad in (("torch", False), ("torch_with_grad", True)):
+        q, k, v = (
+            torch.randn(case.shape, device="cuda", dtype=torch.bfloat16, requires_grad=with_grad)
+            for _ in range(3)
+        )
+        with torch.set_grad_enabled(with_grad):
+            for name, prepare in IMPLEMENTATIONS.items():
+                _, kernel, call = prepare(case, q, k, v)
+                samples = []
+                for _ in range(_HOST_BATCHES + 1):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    for _ in range(_HOST_CALLS):
+                        call()
+                    samples.append(1e6 * (time.perf_counter() - start) / _HOST_CALLS)
+                results.append(_host_result(layer, name, kernel, samples[1:]))
     return {"results": results, "skipped": []}
 
 
