@@ -71,7 +71,7 @@ enum Word : std::size_t {
   kTaskRows,
   kScratchBytes,
   kTableBytes,
-  kTaskParts,  // parts that the keys of a task are computed in, each by itself; 0: all by one worker
+  kTaskParts,  // that the keys of a task are computed in, each by itself; 0: all by one worker
   kPartBytes,
 };
 

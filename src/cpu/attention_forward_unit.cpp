@@ -2,14 +2,14 @@
 // Gimelshein 2018; Dao et al. 2022, Algorithm 1). Compiled once per instruction set.
 //
 // Query rows lie on the lanes of the vectors, keys and channels on registers and loops: S^T = K Q^T
-// and O^T = V^T P^T. K and V are then read as they lie in memory, one number (or pair) at a time and
-// broadcast; row maxima, sums and masks need no operation across lanes; only Q and O are
+// and O^T = V^T P^T. K and V are then read as they lie in memory, one number (or pair) at a time
+// and broadcast; row maxima, sums and masks need no operation across lanes; only Q and O are
 // transposed, once a task. A panel is 1 or 2 vectors of rows.
 //
 // A row's bits depend on its own query, keys and options alone: key tiles start at multiples of
 // kTileKeys from key 0, every sum runs over keys or channels in order, and a key that a row does
-// not see adds exactly 0 to it. Every kChunkKeys keys begin a state of their own, and the states are
-// merged in order, whether one task or several computed them. So how rows and keys are cut into
+// not see adds exactly 0 to it. Every kChunkKeys keys begin a state of their own, and the states
+// are merged in order, whether one task or several computed them. So how rows and keys are cut into
 // panels and tasks does not show.
 #include "cpu/attention_rows.hpp"
 #include "cpu/attention_unit.hpp"
@@ -380,7 +380,7 @@ std::size_t attention_forward_scratch_bytes(const ForwardShape& shape) {
 std::size_t attention_forward_part_bytes(const ForwardShape& shape) {
   std::size_t bytes = 0;
   with_operands(shape.dtype, shape.wide, [&](auto tag) {
-    using T = typename decltype(tag)::Type::T;
+    using T = decltype(tag)::Type::T;
     Pieces take(nullptr);
     State<T>().place(padded_rows<T>(shape.task_rows), shape.head_dim_v, take);
     bytes = take.bytes();
@@ -404,7 +404,7 @@ void attention_forward(const ForwardTask& task, std::byte* scratch) {
 void attention_forward_part(const ForwardTask& task, std::int64_t chunk, std::byte* part,
                             std::byte* scratch) {
   with_operands(task.dtype, task.wide, [&](auto tag) {
-    using Operands = typename decltype(tag)::Type;
+    using Operands = decltype(tag)::Type;
     using T = Operands::T;
     Forward<Operands> forward(task);
     if (chunk >= forward.num_chunks()) return;
@@ -418,7 +418,7 @@ void attention_forward_part(const ForwardTask& task, std::int64_t chunk, std::by
 
 void attention_forward_join(const ForwardTask& task, std::byte* parts, std::size_t part_bytes) {
   with_operands(task.dtype, task.wide, [&](auto tag) {
-    using Operands = typename decltype(tag)::Type;
+    using Operands = decltype(tag)::Type;
     using T = Operands::T;
     const Forward<Operands> forward(task);
     const auto state_of = [&](std::int64_t chunk) {

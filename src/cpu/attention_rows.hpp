@@ -118,8 +118,8 @@ void load_queries(const ForwardTask& task, const RowTable& rows, std::int64_t fi
   }
 }
 
-// o[row of lane][d] = o_t[d][lane] / divisor[lane], or 0 where the divisor is 0: nothing had a weight
-// there, whatever met the weights 0.
+// o[row of lane][d] = o_t[d][lane] / divisor[lane], or 0 where the divisor is 0: nothing had a
+// weight there, whatever met the weights 0.
 template <DType kStored, typename T>
 void store_outputs(const ForwardTask& task, const RowTable& rows, std::int64_t first,
                    std::int64_t valid, int vectors, const T* o_t, const T* divisor) {

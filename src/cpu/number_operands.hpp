@@ -11,11 +11,11 @@
 namespace onchip::cpu::ONCHIP_CPU_ISA {
 namespace {
 
-template <DType kStored_, typename Number>
+template <DType kDType, typename Number>
 class NumberOperands {
  public:
   using T = Number;
-  static constexpr DType kStored = kStored_;
+  static constexpr DType kStored = kDType;
 
   // take<T>(count): the next piece of scratch memory.
   template <typename Take>

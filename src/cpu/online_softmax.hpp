@@ -28,8 +28,8 @@ struct PanelTile {
   const T* keep = nullptr;    // NULL: no dropout
   T softcap = T{0};           // 0: none
   // [key], NULL: none: its value row does not enter the products, because it would do harm there.
-  // The softmax leaves the probabilities of the rows that see it in weights_apart[key][lane], and -1
-  // for the others.
+  // The softmax leaves the probabilities of the rows that see it in weights_apart[key][lane], and
+  // -1 for the others.
   const bool* apart = nullptr;
   T* weights_apart = nullptr;
 };
@@ -38,7 +38,7 @@ struct PanelTile {
 template <typename T>
 struct Adjusted {
   Vec<T> score;
-  typename Simd<T>::Mask visible;
+  Simd<T>::Mask visible;
 };
 
 template <typename T>
@@ -172,9 +172,9 @@ template <typename T, int kVectors, bool kPlain>
 
 #if ONCHIP_CPU_LEVEL >= 3
 
-// The same for products of pairs of keys (2 i, 2 i + 1), counted from the tile: row i of s_t becomes
-// their probabilities, rounded to bf16. Keys stay where they are; what no row sees is 0. Returns
-// whether some row sees some key.
+// The same for products of pairs of keys (2 i, 2 i + 1), counted from the tile: row i of s_t
+// becomes their probabilities, rounded to bf16. Keys stay where they are; what no row sees is 0.
+// Returns whether some row sees some key.
 template <int kVectors, bool kPlain>
 [[gnu::noinline]] bool softmax_pairs(const PanelTile<float>& tile, float* s_t, float* running_max,
                                      float* running_sum, Vec<float> (&alpha)[kVectors]) {

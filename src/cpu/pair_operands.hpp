@@ -1,8 +1,8 @@
 // Q, K and V of a bf16 task as pairs of numbers, for the instruction that multiplies pairs of bf16
-// and adds both products to an fp32 sum. Scores pair channels, as Q and K lie in memory; outputs pair
-// keys, for which V is interleaved once a task and P is rounded to bf16.
+// and adds both products to an fp32 sum. Scores pair channels, as Q and K lie in memory; outputs
+// pair keys, for which V is interleaved once a task and P is rounded to bf16.
 //
-// The instruction takes subnormal numbers as 0 and makes none. Where that could show, the fp32 units'
+// The instruction takes subnormal numbers as 0 and makes none. Where that could show, fp32
 // arithmetic steps in, for each score or value row by itself, so that nothing else changes:
 // - a score of a query or key with subnormal channels is computed in fp32;
 // - a value row with numbers so small that their products with small weights would vanish stays out
@@ -46,8 +46,9 @@ bool has_difficult(const std::byte* row, std::int64_t dim, std::uint16_t smalles
     found |= (Halves)((magnitude - 1) < static_cast<std::uint16_t>(smallest - 1));
     if (kSpecial) found |= (Halves)(magnitude >= kBf16Inf);
   }
-  constexpr Halves kNone{};
-  return std::memcmp(&found, &kNone, sizeof(found)) != 0;
+  unsigned any = 0;
+  for (int lane = 0; lane < kFloatLanes; ++lane) any |= found[lane];
+  return any != 0;
 }
 
 // s_t[j][lane] = factor sum_d k[j][d] q[d][lane] for kKeys keys, of which only the first `count`
@@ -84,8 +85,8 @@ template <int kVectors, int kKeys>
   });
 }
 
-// o_t[d][lane] = o_t[d][lane] alpha[lane] + sum_j v[j][d] p[j][lane] for kChannels channels, of which
-// only the first `count` exist, keys in pairs: p_t[pair][lane], v[pair][d].
+// o_t[d][lane] = o_t[d][lane] alpha[lane] + sum_j v[j][d] p[j][lane] for kChannels channels, of
+// which only the first `count` exist, keys in pairs: p_t[pair][lane], v[pair][d].
 template <int kVectors, int kChannels>
 [[gnu::noinline]] void output_pairs(const float* p_t, int pairs, const std::uint32_t* v,
                                     std::int64_t v_stride, int count,

@@ -1,8 +1,8 @@
 // Vectors of fp32 and fp64 for one instruction set: the only file with intrinsics.
 //
 // A file that includes this one is compiled once per instruction set with ONCHIP_CPU_ISA =
-// portable, avx2, avx512 or avx512_bf16. Everything here has internal linkage, so that no copy made for one
-// instruction set can stand in for another at link time.
+// portable, avx2, avx512 or avx512_bf16. Everything here has internal linkage, so that no copy made
+// for one instruction set can stand in for another at link time.
 #pragma once
 
 #include <cstddef>
@@ -377,7 +377,8 @@ ONCHIP_INLINE Halves to_f16(Vec<float> x) {
 #if ONCHIP_CPU_LEVEL >= 3
 
 // Vectors of pairs of bf16, one pair a lane, the first in the low half: sum + a_high b_high, then
-// + a_low b_low, two fused steps in fp32, to nearest even. Subnormal numbers, read or made, become 0.
+// + a_low b_low, two fused steps in fp32, to nearest even. Subnormal numbers, read or made, become
+// 0.
 ONCHIP_INLINE Vec<float> dot_pairs(Vec<float> sum, Words a, Words b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }

@@ -14,7 +14,7 @@ constexpr int kPanelVectors = 2;
 constexpr int kRegisterRows = ONCHIP_CPU_LEVEL >= 2 ? 12 : 6;
 constexpr int kTailRows = 4;
 
-// Channels that one register sum of a score takes. A sum of 128 products of one sign in one go would
+// Channels that one register sum of a score takes. One sum of 128 products of the same sign would
 // put their rounding errors, all in one direction, into lse.
 constexpr std::int64_t kSumChannels = 32;
 
