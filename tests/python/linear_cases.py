@@ -10,31 +10,13 @@ import pytest
 from harness import BFLOAT16
 
 import onchip
-from onchip.oracle import linear, linear_compare
+from onchip.oracle import linear_compare
+from onchip.oracle.linear_cases import TENSORS
+from onchip.oracle.linear_compare import parts_of
 
 # Each is forced by name, for the operators that it takes; None: all.
 BACKENDS: Mapping = {"reference": None}
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
-
-# Tensors in order, by shape: "key" rows [Hk, dk], "value" rows [Hv, dv], "scalar" rows [Hv],
-# "head" [Hv].
-TENSORS = {
-    "linear_attention": {"q": "key", "k": "key", "v": "value"},
-    "retention": {"q": "key", "k": "key", "v": "value"},
-    "lightning_attention": {"q": "key", "k": "key", "v": "value", "log_decay": "head"},
-    "simple_gla": {"q": "key", "k": "key", "v": "value", "log_decay": "scalar"},
-    "mamba2": {
-        "x": "value",
-        "dt": "scalar",
-        "A": "head",
-        "B": "key",
-        "C": "key",
-        "D": "head",
-        "z": "value",
-        "dt_bias": "head",
-    },
-    "mlstm": {"q": "key", "k": "key", "v": "value", "i": "scalar", "f": "scalar"},
-}
 
 
 class Variant(NamedTuple):
@@ -163,12 +145,6 @@ def draw_state(rng, variant, sizes, count, dtype=np.float64, layout="kv"):
     return parts if len(parts) > 1 else parts[0]
 
 
-def parts_of(state):
-    if state is None:
-        return ()
-    return state if isinstance(state, tuple) else (state,)
-
-
 def _split(variant, tensors):
     """Positional tensors (None for those left out) and keyword-only ones."""
     keyword = ("D", "z", "dt_bias") if variant.op == "mamba2" else ()
@@ -237,39 +213,11 @@ def check_forward(backend, variant, tensors, *, initial_state=None, **options):
         output_final_state=True,
         **options,
     )
-    like = output_like(variant, tensors)
-    assert o.shape == like.shape and o.dtype == like.dtype
     plain = {k: v for k, v in options.items() if k not in ("chunk_len", "check")}
-    want_o, want_final = linear.run(
-        variant.op, tensors, initial_state=initial_state, **variant.options, **plain
+    linear_compare.judge_forward(
+        variant.op, (o, final), tensors, initial_state=initial_state, **variant.options, **plain
     )
-    linear_compare.judge("o", o, want_o, like.dtype)
-    for n, (got, want) in enumerate(zip(parts_of(final), parts_of(want_final), strict=True)):
-        assert got.dtype == (np.float64 if like.dtype == np.float64 else np.float32)
-        linear_compare.judge(f"final_state[{n}]", got, want, like.dtype)
     return o, final
-
-
-def judge_gradients(variant, got, want, dtype, tensors):
-    """Two results of backward, the second in float64."""
-    floor = 0.0
-    for name in ("q", "C"):
-        if name in tensors:
-            floor = linear_compare.rms(exact(tensors[name]) * getattr(want, "d" + name))
-    for field in got._fields:
-        ours, theirs = getattr(got, field), getattr(want, field)
-        if theirs is None:
-            assert ours is None, field
-            continue
-        name = field.removeprefix("d")
-        if name == "initial_state":
-            for part, other in zip(parts_of(ours), parts_of(theirs), strict=True):
-                linear_compare.judge(field, part, other, dtype, linear_compare.GRADIENT)
-            continue
-        assert ours.dtype == tensors[name].dtype and ours.shape == tensors[name].shape, field
-        kind = linear_compare.kind_of_gradient(name)
-        at_least = floor if kind == linear_compare.GATE_GRADIENT else 0.0
-        linear_compare.judge(field, ours, theirs, dtype, kind, at_least)
 
 
 def check_backward(backend, variant, d_o, tensors, *, initial_state=None, **options):
@@ -286,5 +234,5 @@ def check_backward(backend, variant, d_o, tensors, *, initial_state=None, **opti
         d_final_state=exact_state(d_final),
         **options,
     )
-    judge_gradients(variant, got, want, output_like(variant, tensors).dtype, tensors)
+    linear_compare.judge_gradients(got, want, tensors, output_like(variant, tensors).dtype)
     return got

@@ -16,7 +16,7 @@ from onchip._text import aligned
 from onchip.cli.progress import progress
 from onchip.cli.signature import Failure
 from onchip.errors import InvalidArgument, Unsupported
-from onchip.oracle import cases, compare, decode_cases
+from onchip.oracle import cases, compare, decode_cases, linear_cases, linear_compare
 
 Case = Any  # of onchip.oracle.cases
 Result = Any  # what the operator returned, in NumPy arrays
@@ -93,6 +93,48 @@ def _merge(case: Case, backend: str, put: Put) -> Any:
     return onchip.ops.merge(case.o1, case.lse1, case.o2, case.lse2, backend=backend)
 
 
+def _linear(op: str, back: bool) -> Subject:
+    """Forward against the plain loop over tokens; backward against the reference in fp64."""
+
+    def call(case: Case, backend: str, put: Put) -> Any:
+        case = case.map_arrays(put)
+        tensors = {name: case.tensors.get(name) for name in linear_cases.TENSORS[op]}
+        if back:
+            return getattr(onchip.ops, f"{op}_backward")(
+                case.d_o,
+                **tensors,
+                initial_state=case.initial_state,
+                d_final_state=case.d_final_state,
+                **case.options,
+                backend=backend,
+            )
+        return getattr(onchip.ops, f"{op}_forward")(
+            **tensors,
+            initial_state=case.initial_state,
+            output_final_state=True,
+            **case.options,
+            backend=backend,
+        )
+
+    def judge(result: Result, case: Case) -> list[compare.Deviation]:
+        if not back:
+            plain = {name: x for name, x in case.options.items() if name != "chunk_len"}
+            return linear_compare.judge_forward(
+                op, result, case.tensors, initial_state=case.initial_state, **plain
+            )
+        exact = call(case, "reference", _in_fp64)
+        return linear_compare.judge_gradients(result, exact, case.tensors, case.dtype)
+
+    def draw_case(integer: cases.Integer, dtypes: Sequence[Any]) -> Case:
+        return linear_cases.linear_case(op, integer, dtypes)
+
+    return Subject(draw_case, call, judge)
+
+
+def _in_fp64(array: Any) -> Any:
+    return array if array.dtype.kind == "i" else array.astype(np.float64)
+
+
 SUBJECTS = {
     "attention_forward": Subject(
         _draw_attention,
@@ -107,6 +149,11 @@ SUBJECTS = {
         ),
     ),
     "attention_decode": Subject(decode_cases.decode_case, _decode, _judge_decode),
+    **{
+        f"{op}_{phase}": _linear(op, phase == "backward")
+        for op in linear_cases.TENSORS
+        for phase in ("forward", "backward")
+    },
     "merge": Subject(
         cases.merge_case,
         _merge,
@@ -144,6 +191,8 @@ def _to_torch(array: Any) -> Any:
 
 
 def _to_numpy(array: Any) -> Any:
+    if isinstance(array, tuple):
+        return tuple(map(_to_numpy, array))
     if array is None or isinstance(array, np.ndarray):
         return array
     import torch

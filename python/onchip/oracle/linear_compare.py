@@ -1,10 +1,13 @@
 """The judge of linear attention: section 5 of docs/semantics.md as code, and the only place that
 holds its tolerances."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
-from .compare import Disagreement
+from . import linear
+from .compare import Deviation, Disagreement
 
 # RMS(x - ref) / RMS(ref), by dtype: outputs and states, gradients, gradients of gates.
 BOUNDS = {
@@ -28,8 +31,19 @@ def kind_of_gradient(tensor):
     return GATE_GRADIENT if tensor in GATES else GRADIENT
 
 
-def judge(name, got, ref, dtype, kind=OUTPUT, at_least=0.0):
-    """`dtype`: of the call's q, which sets the bound. `at_least`: a floor under RMS(ref)."""
+def parts_of(state):
+    """The parts of a state: of one, of several, of none."""
+    if state is None:
+        return ()
+    return state if isinstance(state, tuple) else (state,)
+
+
+def judge(
+    name: Any, got: Any, ref: Any, dtype: Any, kind: int = OUTPUT, at_least: float = 0.0
+) -> Deviation | None:
+    """`dtype`: of the call's q, which sets the bound. `at_least`: a floor under RMS(ref).
+
+    Returns the worst element, with the RMS error and its bound; None of an empty array."""
     got64, ref64 = np.asarray(got).astype(np.float64), np.asarray(ref, np.float64)
     if got64.shape != ref64.shape:
         raise Disagreement(f"{name}: shape {got64.shape}, wanted {ref64.shape}")
@@ -40,7 +54,65 @@ def judge(name, got, ref, dtype, kind=OUTPUT, at_least=0.0):
     tiny = float(ml_dtypes.finfo(dtype).tiny)
     at_least = max(at_least, 1e-3 if np.dtype(dtype) == np.float16 else tiny)
     scale = max(rms(ref64[finite]), at_least)
-    error = rms(got64[finite] - ref64[finite])
+    difference = np.where(finite, got64, 0) - np.where(finite, ref64, 0)
+    error = rms(difference[finite])
     bound = BOUNDS[np.dtype(dtype)][kind]
+    if not difference.size:
+        return None
+    at = tuple(int(x) for x in np.unravel_index(np.argmax(np.abs(difference)), difference.shape))
+    worst = Deviation(
+        *(name, at, float(got64[at]), float(ref64[at])),
+        *(error, bound * scale, error / (bound * scale)),
+    )
     if not error <= bound * scale:
-        raise Disagreement(f"{name}: RMS error {error:.3e} of {scale:.3e}, at most {bound:g} of it")
+        raise Disagreement(
+            f"{name}: RMS error {error:.3e} of {scale:.3e}, at most {bound:g} of it; worst at {at}:"
+            f" got {worst.got:.9g}, wanted {worst.wanted:.9g}"
+        )
+    return worst
+
+
+def judge_forward(
+    op: str, result: Any, tensors: Any, *, initial_state: Any = None, **options: Any
+) -> list[Deviation]:
+    """Check (o, final state) of <op>_forward against the plain loop over tokens."""
+    o, final = result
+    like = tensors["x" if "x" in tensors else "v"]
+    if o.shape != like.shape or o.dtype != like.dtype:
+        raise Disagreement(f"o: {o.dtype} {o.shape}, wanted {like.dtype} {like.shape}")
+    ref_o, ref_final = linear.run(op, tensors, initial_state=initial_state, **options)
+    found = [judge("o", o, ref_o, like.dtype)]
+    state_dtype = np.float64 if like.dtype == np.float64 else np.float32
+    for n, (got, want) in enumerate(zip(parts_of(final), parts_of(ref_final), strict=True)):
+        if got.dtype != state_dtype:
+            raise Disagreement(f"final_state[{n}]: {got.dtype}, wanted {np.dtype(state_dtype)}")
+        found.append(judge(f"final_state[{n}]", got, want, like.dtype))
+    return [deviation for deviation in found if deviation is not None]
+
+
+def judge_gradients(got: Any, ref: Any, tensors: Any, dtype: Any) -> list[Deviation]:
+    """Check the gradients of a linear operator against those in float64 of the reference."""
+    floor = 0.0
+    for name in ("q", "C"):
+        if name in tensors:
+            floor = rms(np.asarray(tensors[name], np.float64) * getattr(ref, "d" + name))
+    found = []
+    for field in got._fields:
+        ours, theirs = getattr(got, field), getattr(ref, field)
+        name = field.removeprefix("d")
+        if theirs is None:
+            if ours is not None:
+                raise Disagreement(f"{field}: got an array, wanted None")
+        elif name == "initial_state":
+            for part, other in zip(parts_of(ours), parts_of(theirs), strict=True):
+                found.append(judge(field, part, other, dtype, GRADIENT))
+        else:
+            like = tensors[name]
+            if ours.dtype != like.dtype or ours.shape != like.shape:
+                raise Disagreement(
+                    f"{field}: {ours.dtype} {ours.shape}, wanted {like.dtype} {like.shape}"
+                )
+            kind = kind_of_gradient(name)
+            at_least = floor if kind == GATE_GRADIENT else 0.0
+            found.append(judge(field, ours, theirs, dtype, kind, at_least))
+    return [deviation for deviation in found if deviation is not None]
