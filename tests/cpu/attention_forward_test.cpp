@@ -198,7 +198,7 @@ TEST_P(ForwardOn, CausalRowsDoNotFeelLaterTokens) {
 
 // A row computed alone, as the last row of a shorter query, has the bits it has among all.
 TEST_P(ForwardOn, RowsDoNotFeelOtherRows) {
-  for (const DType dtype : {DType::f64, DType::f32, DType::f16}) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
     Random random(10);
     AttentionSpec spec = dense_spec(dtype, 300);
     spec.causal = true;

@@ -39,6 +39,26 @@ AttentionSpec dense_spec(DType dtype, std::int64_t length) {
   return spec;
 }
 
+// Some value rows far smaller than the others and some subnormal numbers, under any options.
+TEST_P(ValuesOn, RandomBf16Calls) {
+  for (int seed = 0; seed < 300; ++seed) {
+    Random random(0x40000 + static_cast<std::uint64_t>(seed));
+    AttentionSpec spec = random_spec(random);
+    spec.dtype = DType::bf16;
+    AttentionCall attention(spec, random);
+    if (random.chance(0.5)) {
+      for (HostTensor* tensor : {&attention.q, &attention.k, &attention.v}) {
+        std::vector<double> values = tensor->values();
+        for (double& x : values) {
+          if (random.chance(0.02)) x *= random.one_of({0x1p-60, 0x1p-95, 0x1p-128, 0.0});
+        }
+        tensor->fill_from(values);
+      }
+    }
+    ASSERT_EQ(run_and_judge(attention), "") << "seed " << seed;
+  }
+}
+
 // Row r of q, k or v holds one number everywhere.
 void fill_row(HostTensor& tensor, std::int64_t row, double value) {
   for (std::int64_t h = 0; h < tensor.view().shape[2]; ++h) {
