@@ -227,6 +227,40 @@ EXPLAINED = [
         ),
     ),
     (
+        [
+            *("simple_gla_forward", "--dtype", "bf16", "--arrays"),
+            "q=2,64,4,16 k=2,64,4,16 v=2,64,8,32 log_decay=2,64,8:fp32",
+            *("--options", "state_layout=vk chunk_len=64 scale=0.5 output_final_state=true"),
+        ],
+        lambda: onchip.explain(
+            "simple_gla_forward",
+            *[ArraySpec((2, 64, 4, 16), "bfloat16")] * 2,
+            ArraySpec((2, 64, 8, 32), "bfloat16"),
+            ArraySpec((2, 64, 8), "float32"),
+            state_layout="vk",
+            chunk_len=64,
+            scale=0.5,
+            output_final_state=True,
+        ),
+    ),
+    (
+        [
+            *("linear_attention_forward", "--options", "cu_seqlens=0,5,9 normalize=true"),
+            *("--arrays", "q=9,2,4 k=9,2,4 v=9,2,3 initial_state=2,2,4,3 initial_state=2,2,4"),
+        ],
+        lambda: onchip.explain(
+            "linear_attention_forward",
+            *[ArraySpec((9, 2, 4), "float32")] * 2,
+            ArraySpec((9, 2, 3), "float32"),
+            cu_seqlens=[0, 5, 9],
+            normalize=True,
+            initial_state=(
+                ArraySpec((2, 2, 4, 3), "float32"),
+                ArraySpec((2, 2, 4), "float32"),
+            ),
+        ),
+    ),
+    (
         "merge --o1 2,1024,16,128 --dtype bf16",
         lambda: onchip.explain("merge", BF16, LSE, BF16, LSE),
     ),
@@ -236,10 +270,23 @@ EXPLAINED = [
 @pytest.mark.parametrize(
     ("words", "wanted"),
     EXPLAINED,
-    ids=["grouped", "packed", "backward", "masked", "d_lse", "slots", "paged", "cuda", "merge"],
+    ids=[
+        "grouped",
+        "packed",
+        "backward",
+        "masked",
+        "d_lse",
+        "slots",
+        "paged",
+        "cuda",
+        "gla",
+        "states",
+        "merge",
+    ],
 )
 def test_explain(run, words, wanted):
-    status, out, err = run("explain", *words.split())
+    words = words.split() if isinstance(words, str) else words
+    status, out, err = run("explain", *words)
     assert (status, err) == (0, "")
     assert out == wanted()
 
@@ -263,6 +310,18 @@ def test_explain(run, words, wanted):
         (
             ["explain", "attention_decode", "--q", "2,1,4,8", "--dropout-p", "0.5"],
             "explain: dropout_p: got 0.5, wanted nothing: attention_decode does not take it",
+        ),
+        (
+            ["explain", "retention_forward", "--arrays", "q=1,2,3,4 k"],
+            "explain: arrays: got 'k', wanted <name>=<value>",
+        ),
+        (
+            ["explain", "retention_forward", "--arrays", "q=1,2,3,4"],
+            "explain: retention_forward: missing a required argument: 'k'",
+        ),
+        (
+            ["explain", "retention_forward", "--q", "1,2,3,4"],
+            "explain: q: got '1,2,3,4', wanted nothing: retention_forward does not take it",
         ),
         (
             ["explain", "attention_forward", "--q", "2,3,4,5", "--rotary-dim", "4"],

@@ -89,18 +89,67 @@ _DECODE = {
 _FORWARD_ALONE = {"k", "v", "dropout_p"}  # not of attention_decode
 
 
+_OTHERS = {"arrays", "options"}  # of every operator that has no flags of its own
+_WITH_FLAGS = ("attention_forward", "attention_backward", "attention_decode", "merge")
+
+
 def _taken(operator: str) -> set[str]:
     """The parameters of `explain` that the operator has a use for."""
     if operator == "merge":
         return _COMMON | _MERGE
-    options = {p.name for p in parameters(explain)} - _MERGE - _BACKWARD - _DECODE
+    if operator not in _WITH_FLAGS:
+        return _COMMON | _OTHERS
+    options = {p.name for p in parameters(explain)} - _MERGE - _BACKWARD - _DECODE - _OTHERS
     if operator == "attention_decode":
         return (options - _FORWARD_ALONE) | _DECODE
     return options | _BACKWARD if operator == "attention_backward" else options
 
 
+def _pairs(name: str, text: str | None) -> Iterable[tuple[str, str]]:
+    for word in (text or "").split():
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise InvalidArgument(f"explain: {name}: got {word!r}, wanted <name>=<value>")
+        yield key, value
+
+
+def _option(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float, lambda value: [int(part) for part in value.split(",")]):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _explain_other(
+    operator: str, shapes: _Shapes, arrays: str | None, options: str | None, backend: str | None
+) -> str:
+    """By the names of its function in onchip.ops; an array given twice is one in parts."""
+    given: dict[str, Any] = {}
+    for name, value in _pairs("arrays", arrays):
+        shape, _, own = value.partition(":")
+        # States are kept in float32.
+        default = shapes.lse_dtype if name.endswith("state") else shapes.dtype
+        spec = shapes.parse(name, shape, _DTYPES.get(own, own) or default)
+        before = given.get(name)
+        if before is None:
+            given[name] = spec
+        else:
+            parts = (before,) if isinstance(before, onchip.ArraySpec) else before
+            given[name] = (*parts, spec)
+    given |= {name: _option(value) for name, value in _pairs("options", options)}
+    try:
+        return onchip.explain(operator, **given, backend=backend)
+    except TypeError as error:
+        raise InvalidArgument(f"explain: {operator}: {error}") from None
+
+
 def explain(
-    operator: Annotated[str, "attention_forward, attention_backward, attention_decode or merge"],
+    operator: Annotated[str, "a function of onchip.ops"],
     *,
     q: Annotated[str | None, "shape of q: batch,seqlen_q,heads,dim, or total,heads,dim"] = None,
     k: Annotated[str | None, "shape of k; absent: as q"] = None,
@@ -117,6 +166,8 @@ def explain(
     rotary_dim: Annotated[int | None, "decode: with rotation of so many channels"] = None,
     rotary_interleaved: Annotated[bool, "decode: pairs of neighbours"] = False,
     q_positions: Annotated[bool, "decode: with positions of the queries"] = False,
+    arrays: Annotated[str | None, "linear: as 'q=2,64,4,16 ..', or name=shape:dtype"] = None,
+    options: Annotated[str | None, "linear: as 'state_layout=vk chunk_len=64'"] = None,
     dtype: Annotated[str, "float64 float32 float16 bfloat16, or fp64 fp32 fp16 bf16"] = "float32",
     device: Annotated[str, "cpu, cuda or cuda:N"] = "cpu",
     scale: Annotated[float | None, "of q.k; absent: head_dim_qk ** -0.5"] = None,
@@ -146,8 +197,12 @@ def explain(
     """Which backend would take a call given by its shapes, and why each other one would not.
 
     onchip explain attention_forward --dtype bf16 --q 2,1024,16,128 --k 2,1024,4,128 --causal
+
+    onchip explain retention_forward --arrays "q=2,64,4,16 k=2,64,4,16 v=2,64,8,32"
     """
     given = locals()
+    if operator not in onchip.ops.__all__:
+        return onchip.explain(operator)  # refuses the name
     taken = _taken(operator)
     refuse_unused(
         "explain",
@@ -159,8 +214,10 @@ def explain(
         part = shapes.required("o1", o1, "the shape of a part")
         lse = shapes.lse_of(part)
         return onchip.explain("merge", part, lse, part, lse, backend=backend)
+    if operator not in _WITH_FLAGS:
+        return _explain_other(operator, shapes, arrays, options, backend)
     q_spec = shapes.required("q", q, "its shape")
-    options: dict[str, Any] = {
+    flags: dict[str, Any] = {
         "scale": scale,
         "causal": causal,
         "alignment": alignment,
@@ -197,13 +254,13 @@ def explain(
         if rotary_dim is not None:
             # As many positions as the cache has rows, and one for each query.
             table = shapes.of((rows + max(q_spec.shape), rotary_dim // 2))
-            options |= {"rotary_cos": table, "rotary_sin": table}
+            flags |= {"rotary_cos": table, "rotary_sin": table}
         appended = 0 if new is None else new.shape[0 if len(new.shape) == 3 else 1]
         longest = max(lengths, default=0) + appended
         if segment_ids:
-            options["kv_segment_ids"] = shapes.of((len(lengths), longest), "int32")
+            flags["kv_segment_ids"] = shapes.of((len(lengths), longest), "int32")
         if page_table is not None:
-            options["page_table"] = shapes.pages(
+            flags["page_table"] = shapes.pages(
                 page_table, [length + appended for length in lengths], k_spec.shape[1]
             )
         return onchip.explain(
@@ -214,16 +271,16 @@ def explain(
             cache_slot=shapes.indices(_integers("cache_slot", cache_slot)),
             rotary_interleaved=rotary_interleaved,
             q_positions=shapes.zeros(q_spec.shape[:-2]) if q_positions else None,
-            **options,
+            **flags,
         )
     k_spec = shapes.parse("k", k) or q_spec
-    arrays = [q_spec, k_spec, shapes.parse("v", v) or k_spec]
+    inputs = [q_spec, k_spec, shapes.parse("v", v) or k_spec]
     if segment_ids:
-        options["kv_segment_ids"] = shapes.of(k_spec.shape[:-2], "int32")
+        flags["kv_segment_ids"] = shapes.of(k_spec.shape[:-2], "int32")
     if operator == "attention_backward":
-        o = shapes.of(q_spec.shape[:-1] + arrays[2].shape[-1:])
+        o = shapes.of(q_spec.shape[:-1] + inputs[2].shape[-1:])
         lse = shapes.lse_of(o)
-        arrays = [o, *arrays, o, lse]
-        options["d_lse"] = lse if d_lse else None
+        inputs = [o, *inputs, o, lse]
+        flags["d_lse"] = lse if d_lse else None
     rng = (0, 0) if dropout_p else None
-    return onchip.explain(operator, *arrays, **options, dropout_p=dropout_p, dropout_rng=rng)
+    return onchip.explain(operator, *inputs, **flags, dropout_p=dropout_p, dropout_rng=rng)
