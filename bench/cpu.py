@@ -299,9 +299,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = State.read(options.state, fingerprint(options.threads), options.again)
     run(rows, state)
     made = made_record(rows, state)
-    cpu = re.sub(r"[^a-z0-9]+", "-", made["machine"]["cpu"].lower()).strip("-")
+    model = re.sub(r"[^a-z0-9]+", "-", made["machine"]["cpu"].lower()).strip("-")
     commit = (made["commit"] or "no-commit")[:9]
-    path = options.out / f"attention_{cpu}_{made['created'][:10]}_{commit}.json"
+    path = options.out / f"cpu_{model}_{made['created'][:10]}_{commit}.json"
     record.write(made, path)
     text, passed = verdict(rows, made)
     print(f"\nat best, on {onchip.get_num_threads()} threads: {table.ceilings(made)}\n\n{text}")
