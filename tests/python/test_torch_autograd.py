@@ -615,7 +615,7 @@ def test_one_graph_serves_every_length_with_gradients():
 @pytest.mark.filterwarnings("default")  # of PyTorch's own
 def test_compiled_by_inductor_with_its_backward():
     function = compiled(block)
-    tensors, options = dense(), dict(causal=True, window=(9, 0))
+    tensors, options = dense(torch.float64), dict(causal=True, window=(9, 0))
     for got, wanted in zip(
         run(tensors, options, function), run(tensors, options, block), strict=True
     ):
