@@ -348,6 +348,7 @@ def test_explain(run, words, wanted):
         (["verify", "--backend", "gpu"], "verify: backend: got 'gpu', wanted one of "),
         (["verify", "--seed", "-1"], "verify: seed: got -1, wanted 0 to 4294967295"),
         (["verify", "--count", "0"], "verify: count: got 0, wanted more than 0"),
+        (["verify", "--longest", "0"], "verify: longest: got 0, wanted more than 0"),
         (["verify", "--seconds", "nan"], "verify: seconds: got nan, wanted more than 0"),
         (["kernels", "clean"], "kernels: action: got 'clean', wanted list, warm,"),
         (["kernels", "build"], "kernels: path: got nothing, wanted a file"),
@@ -436,6 +437,25 @@ def test_verify_draws_another_seed_each_time(run):
     words = ("verify", "merge", "--backend", "cpu", "--dtype", "fp16", "--count", "2")
     seeds = {run(*words)[1].splitlines()[-1] for _ in range(3)}
     assert len(seeds) == 3
+
+
+def test_verify_of_long_sequences(run, monkeypatch):
+    seen = []
+
+    def noted(q, k, v, **options):
+        seen.append(max(q.shape[-3], k.shape[-3]))
+        raise onchip.InternalError("seen")
+
+    monkeypatch.setattr(onchip.ops, "attention_forward", noted)
+    words = ("verify", "attention_forward", "--backend", "cpu", "--count", "8", "--seed", "1")
+    status, out, _ = run(*words, "--longest", "700")
+    assert status == 1 and max(seen) > 300
+    first = seen[0]
+    again = re.search(r"^  again: onchip (.*)$", out, re.MULTILINE)[1]
+    assert "--longest 700 --seed 1 --count 1" in again
+    seen.clear()
+    run(*again.split())
+    assert seen == [first]
 
 
 def test_verify_ends_in_time(run):

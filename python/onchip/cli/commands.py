@@ -145,6 +145,7 @@ def verify(
     seed: Annotated[int | None, "of the first case; absent: a new one"] = None,
     count: Annotated[int | None, "cases; absent, without seconds: 200"] = None,
     seconds: Annotated[float | None, "time after which no case begins"] = None,
+    longest: Annotated[int | None, "most rows of a sequence; absent: up to 200"] = None,
 ) -> str:
     """Random calls, shapes and options, on every backend, each result compared with fp64 as
     docs/semantics.md, section 5, asks.
@@ -157,7 +158,7 @@ def verify(
     _require("verify", "numpy", "ml_dtypes")
     from onchip.cli.verify import run_verify
 
-    return run_verify(operator, backend, dtype, seed, count, seconds)
+    return run_verify(operator, backend, dtype, seed, count, seconds, longest)
 
 
 def bench(

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -39,19 +40,21 @@ _DEFAULT_COUNT = 200
 class Subject:
     """How an operator's calls are drawn, made and judged."""
 
-    draw: Callable[[cases.Integer, Sequence[Any]], Case]
+    # Of these dtypes, with sequences at most so long (None: as the case likes).
+    draw: Callable[[cases.Integer, Sequence[Any], int | None], Case]
     # On a backend, with what turns NumPy arrays into its own.
     call: Callable[[Case, str, Put], Any]
     judge: Callable[[Result, Case], list[compare.Deviation]]
 
 
-def _draw_attention(integer: cases.Integer, dtypes: Sequence[Any]) -> Case:
+def _draw_attention(integer: cases.Integer, dtypes: Sequence[Any], longest: int | None) -> Case:
     # Options are refused by the fastest kernels, and ragged head dims by some: each case in three
     # has few of them.
     if integer(0, 2) > 0:
-        return cases.attention_case(integer, dtypes)
+        return cases.attention_case(integer, dtypes, longest)
     few = ("softcap", "window", *cases.PER_PAIR, "alibi_slopes", "segments", "sink", "dropout")
-    return cases.attention_case(integer, dtypes, without=few, head_dims=(8, 16, 64, 96, 128))
+    head_dims = (8, 16, 64, 96, 128)
+    return cases.attention_case(integer, dtypes, longest, without=few, head_dims=head_dims)
 
 
 def _forward(case: Case, backend: str, put: Put) -> Any:
@@ -125,10 +128,7 @@ def _linear(op: str, back: bool) -> Subject:
         exact = call(case, "reference", _in_fp64)
         return linear_compare.judge_gradients(result, exact, case.tensors, case.dtype)
 
-    def draw_case(integer: cases.Integer, dtypes: Sequence[Any]) -> Case:
-        return linear_cases.linear_case(op, integer, dtypes)
-
-    return Subject(draw_case, call, judge)
+    return Subject(partial(linear_cases.linear_case, op), call, judge)
 
 
 def _in_fp64(array: Any) -> Any:
@@ -271,6 +271,7 @@ class Run:
     seed: int
     count: int | None
     seconds: float | None
+    longest: int | None
 
     def seeds(self) -> Iterator[tuple[int, float]]:
         """The seed of each case, and how much of the run lies before it, in [0, 1]."""
@@ -288,15 +289,18 @@ class Run:
             number += 1
 
     def again(self, operator: str, backend: str, seed: int) -> str:
-        dtype = "" if self.dtype is None else f" --dtype {self.dtype}"
-        return f"onchip verify {operator} --backend {backend}{dtype} --seed {seed} --count 1"
+        given = "" if self.dtype is None else f" --dtype {self.dtype}"
+        given += "" if self.longest is None else f" --longest {self.longest}"
+        return f"onchip verify {operator} --backend {backend}{given} --seed {seed} --count 1"
 
     def one(self, operator: str, seed: int, rows: dict[tuple[str, str], Row]) -> None:
         subject = SUBJECTS[operator]
         rng = np.random.default_rng(seed)
         dtypes = tuple(DTYPES.values()) if self.dtype is None else (DTYPES[self.dtype],)
         case = subject.draw(
-            lambda smallest, largest: int(rng.integers(smallest, largest, endpoint=True)), dtypes
+            lambda smallest, largest: int(rng.integers(smallest, largest, endpoint=True)),
+            dtypes,
+            self.longest,
         )
         for backend in self.backends:
             row = rows[operator, backend]
@@ -361,6 +365,7 @@ def run_verify(
     seed: int | None,
     count: int | None,
     seconds: float | None,
+    longest: int | None,
 ) -> str:
     if operator != "all" and operator not in SUBJECTS:
         raise InvalidArgument(
@@ -370,7 +375,7 @@ def run_verify(
         raise InvalidArgument(f"verify: dtype: got {dtype!r}, wanted {', '.join(DTYPES)}")
     if seed is not None and not 0 <= seed < _SEEDS:
         raise InvalidArgument(f"verify: seed: got {seed}, wanted 0 to {_SEEDS - 1}")
-    for name, value in (("count", count), ("seconds", seconds)):
+    for name, value in (("count", count), ("seconds", seconds), ("longest", longest)):
         if value is not None and not value > 0:
             raise InvalidArgument(f"verify: {name}: got {value}, wanted more than 0")
     if count is None and seconds is None:
@@ -382,6 +387,7 @@ def run_verify(
         seed=secrets.randbelow(_SEEDS) if seed is None else seed,
         count=count,
         seconds=seconds,
+        longest=longest,
     )
     rows = run.all()
     text = _report(run, rows)

@@ -179,13 +179,17 @@ def attention_case(
     )
 
 
-def merge_case(integer: Integer, dtypes: Sequence[Any] = DTYPES) -> MergeCase:
+def merge_case(
+    integer: Integer, dtypes: Sequence[Any] = DTYPES, longest: int | None = None
+) -> MergeCase:
     """Two parts of the same queries; rows that saw no key in one of them, or in both, among
     them."""
     choose = Chooser(integer)
     rng = choose.rng
     dtype = np.dtype(choose.pick(dtypes))
-    seqlen, heads = integer(0, choose.pick([6, 200])), integer(1, 5)
+    if longest is None:
+        longest = choose.pick([6, 200])
+    seqlen, heads = integer(0, longest), integer(1, 5)
     batch = () if choose.chance(40) else (integer(1, 3),)
 
     def part():
