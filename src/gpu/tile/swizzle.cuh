@@ -21,7 +21,7 @@ ONCHIP_DEVICE u32 descriptor_low(u32 address, u32 leading_bytes) {
   return ((address >> 4) & 0x3fff) | (leading_bytes >> 4 << 16);
 }
 
-// The high word, 0x40000040 (128-byte swizzle, 1024 bytes from one group of eight rows to the next),
-// and the steps of the low word along the contraction stand in wgmma_shapes.cuh.
+// The high word, 0x40000040 (128-byte swizzle; 1024 bytes from one group of eight rows to the
+// next), and the steps of the low word along the contraction stand in wgmma_shapes.cuh.
 
 }  // namespace onchip::tile

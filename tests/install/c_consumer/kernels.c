@@ -1,4 +1,4 @@
-/* Every registered GPU kernel can be had, without a compiler and a cache: from the archive alone. */
+/* Every registered GPU kernel can be had without a compiler and a cache: from the archive. */
 #include <onchip/onchip.h>
 #include <stdio.h>
 
