@@ -325,8 +325,18 @@ def test_no_elements():
 def test_slopes_have_no_gradient():
     tensors = dense()
     slopes = draw((4,), seed=3).requires_grad_()
-    with pytest.raises(onchip.InvalidArgument, match=r"alibi_slopes: .*no gradient"):
-        attention(*tensors, alibi_slopes=slopes)
+    ways = [
+        attention,
+        lambda *x, alibi_slopes: FORWARD(
+            *as_operator_arguments(x, dict(alibi_slopes=alibi_slopes))
+        ),
+        lambda *x, alibi_slopes: torch.func.grad(lambda y: attention(*x, alibi_slopes=y).sum())(
+            alibi_slopes
+        ),
+    ]
+    for way in ways:
+        with pytest.raises(onchip.InvalidArgument, match=r"alibi_slopes: .*no gradient"):
+            way(*tensors, alibi_slopes=slopes)
     with torch.no_grad():
         attention(*tensors, alibi_slopes=slopes)
 

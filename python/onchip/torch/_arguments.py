@@ -37,8 +37,6 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 GRADIENT_INDICES = tuple(TENSOR_NAMES.index(name) for name in DIFFERENTIABLE)
 GRADIENTS = tuple("d" + name for name in DIFFERENTIABLE)
 
-_ALIBI = TENSOR_NAMES.index("alibi_slopes")
-
 
 def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor as it is; a sequence of integers as one in host memory."""
@@ -60,7 +58,7 @@ def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -
 
 def examine(tensors: tuple[Any, ...]) -> tuple[bool, bool]:
     """Whether autograd has to record the call, and whether the dispatcher can be left out; refuses
-    what is no tensor or has no gradient."""
+    what is no tensor."""
     differentiate = False
     plain = True
     grad_enabled = torch.is_grad_enabled()
@@ -73,11 +71,6 @@ def examine(tensors: tuple[Any, ...]) -> tuple[bool, bool]:
                 "wanted torch tensors"
             )
         if grad_enabled and tensor.requires_grad:
-            if index == _ALIBI:
-                raise InvalidArgument(
-                    f"{FORWARD.name}: alibi_slopes: got a tensor that requires grad, wanted one "
-                    "that does not (slopes have no gradient: detach them, or build a bias)"
-                )
             differentiate = True
         plain = plain and type(tensor) in _PLAIN_TYPES
     return differentiate, plain and not is_watched(tensors[0])

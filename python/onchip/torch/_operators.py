@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip import _calls
-from onchip.errors import Unsupported
+from onchip.errors import InvalidArgument, Unsupported
 from onchip.torch import _run
 from onchip.torch._arguments import (
     BACKWARD,
@@ -28,6 +28,7 @@ from onchip.torch._arguments import (
 from onchip.torch._library import LIBRARY, define
 
 _COUNT = len(TENSOR_NAMES)
+_SLOPES = TENSOR_NAMES.index("alibi_slopes")
 
 # ---- forward -------------------------------------------------------------------------------------
 
@@ -86,6 +87,11 @@ def _refuse_second_derivatives(*_: Any) -> Any:
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    if ctx.needs_input_grad[_SLOPES]:
+        raise InvalidArgument(
+            f"{FORWARD.name}: alibi_slopes: got a tensor that requires grad, wanted one that does "
+            "not (slopes have no gradient: detach them, or build a bias)"
+        )
     ctx.set_materialize_grads(False)  # an lse that no loss uses costs nothing
     ctx.save_for_backward(*inputs[:_COUNT], *output)
     ctx.values = inputs[_COUNT:]
