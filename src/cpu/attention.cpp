@@ -7,62 +7,16 @@
 #include <string>
 #include <string_view>
 
-#include "core/status.hpp"
 #include "core/thread_pool.hpp"
-#include "cpu/attention_unit.hpp"
-#include "cpu/cpu_features.hpp"
+#include "cpu/attention_host.hpp"
 
 namespace onchip::cpu {
 
 namespace {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
-constexpr std::int64_t kMaxHeadDim = 65536;  // keeps a worker's scratch below 128 MiB
 constexpr std::int64_t kMinTaskRows = 32;
 constexpr double kMaxPartsBytes = 32.0 * 1024.0 * 1024.0;
-
-struct Unit {
-  std::size_t (*forward_scratch_bytes)(const ForwardShape& shape);
-  void (*forward)(const ForwardTask& task, std::byte* scratch);
-  std::size_t (*forward_part_bytes)(const ForwardShape& shape);
-  void (*forward_part)(const ForwardTask& task, std::int64_t chunk, std::byte* part,
-                       std::byte* scratch);
-  void (*forward_join)(const ForwardTask& task, std::byte* parts, std::size_t part_bytes);
-  void (*merge_row)(DType dtype, std::int64_t head_dim, const MergeRow& row);
-  const char* forward_name;
-  const char* forward_wide_name;
-  const char* merge_name;
-};
-
-#define ONCHIP_CPU_UNIT(isa)                                                              \
-  Unit {                                                                                  \
-    isa::attention_forward_scratch_bytes, isa::attention_forward,                         \
-        isa::attention_forward_part_bytes, isa::attention_forward_part,                   \
-        isa::attention_forward_join, isa::attention_merge_row, "attention_forward/" #isa, \
-        "attention_forward/" #isa " in float64", "attention_merge/" #isa                  \
-  }
-
-// Only of an instruction set that is available.
-Unit unit_of(Isa isa) {
-  switch (isa) {
-#if ONCHIP_CPU_HAS_AVX2
-    case Isa::avx2:
-      return ONCHIP_CPU_UNIT(avx2);
-#endif
-#if ONCHIP_CPU_HAS_AVX512
-    case Isa::avx512:
-      return ONCHIP_CPU_UNIT(avx512);
-#endif
-#if ONCHIP_CPU_HAS_AVX512_BF16
-    case Isa::avx512_bf16:
-      return ONCHIP_CPU_UNIT(avx512_bf16);
-#endif
-    default:
-      return ONCHIP_CPU_UNIT(portable);
-  }
-}
-
-#undef ONCHIP_CPU_UNIT
 
 // Which of the plan's words says what.
 enum Word : std::size_t {
@@ -81,41 +35,12 @@ std::int32_t planned_workers(const BackendPlan& plan) {
   return static_cast<std::int32_t>(plan.words[kWorkers]);
 }
 
-std::int32_t workers_for(std::int64_t tasks) {
-  return static_cast<std::int32_t>(std::clamp<std::int64_t>(tasks, 1, std::max(num_threads(), 1)));
-}
-
-template <typename Problem>
-std::string_view unsupported(const Problem& problem) {
-  if (problem.device.type != ONCHIP_DEVICE_CPU) return "works on CPU tensors only";
-  if (!is_float(problem.dtype)) return "takes float64, float32, float16 and bfloat16 only";
-  return {};
-}
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-std::size_t rounded_up(std::size_t bytes) {
-  return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-}
-
 // ---- forward ------------------------------------------------------------------------------------
 
 // Packed rows are there even without any sequence: all of them are slack then.
 bool has_output(const AttentionForwardProblem& problem) {
   return (problem.packed || problem.num_seqs > 0) && problem.slot_q > 0 &&
          problem.num_heads_q > 0 && (problem.head_dim_v > 0 || problem.lse.wanted);
-}
-
-// Whether the arithmetic of the kernels, float32 unless the inputs are float64, holds the number.
-bool holds(const AttentionForwardProblem& problem, double value) {
-  const double magnitude = std::fabs(value);
-  return problem.dtype == DType::f64 || magnitude == 0.0 ||
-         (magnitude >= double{std::numeric_limits<float>::min()} &&
-          magnitude <= double{std::numeric_limits<float>::max()});
-}
-
-std::int64_t group_size(const AttentionProblem& problem) {
-  return problem.num_heads_kv == 0 ? 0 : problem.num_heads_q / problem.num_heads_kv;
 }
 
 // fp64 numbers can be beyond the range of the fp32 arithmetic of other inputs. A bias is too large
@@ -143,6 +68,14 @@ bool any_wide(const HeadScalarsView& scalars, std::int64_t sequence, std::int64_
     if (x > double{std::numeric_limits<float>::max()} && std::isfinite(x)) return true;
   }
   return false;
+}
+
+bool is_wide(const AttentionForwardProblem& problem, std::int64_t n, std::int64_t kv_head) {
+  const std::int64_t group = group_size(problem);
+  return has_wide_bias(problem) ||
+         (problem.dtype != DType::f64 &&
+          (any_wide(problem.options.sink, n, kv_head * group, group) ||
+           any_wide(problem.options.alibi_slopes, n, kv_head * group, group)));
 }
 
 ForwardShape forward_shape(const AttentionForwardProblem& problem) {
@@ -203,37 +136,6 @@ class TaskTable {
   std::int64_t* first_task_;
 };
 
-UnitRows unit_rows(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head) {
-  if (rows.data == nullptr) return {};  // of an empty tensor
-  return {rows.at(batch, row, head), rows.head_stride, rows.row_stride};
-}
-
-UnitScores unit_scores(const ScoresView& scores, std::int64_t sequence, std::int64_t head) {
-  if (scores.data == nullptr) return {};
-  return {scores.at(sequence, head, 0, 0),
-          scores.dtype,
-          scores.head_stride,
-          scores.row_stride,
-          scores.column_stride,
-          scores.column_stride == dtype_size(scores.dtype)};
-}
-
-UnitHeadScalars unit_head_scalars(const HeadScalarsView& scalars, std::int64_t sequence,
-                                  std::int64_t head) {
-  if (scalars.data == nullptr) return {};
-  return {scalars.at(sequence, head), scalars.dtype, scalars.head_stride};
-}
-
-UnitSegments unit_segments(const SegmentIdsView& ids, std::int64_t batch, std::int64_t row) {
-  if (ids.data == nullptr) return {};
-  return {ids.data + batch * ids.batch_stride + row * ids.row_stride, ids.row_stride};
-}
-
-// A window wider than every sequence bounds nothing; as a small number it cannot overflow.
-std::int64_t clamped_window(std::int64_t window, const SequenceRange& s) {
-  return std::min(window, s.q_len + s.kv_len);
-}
-
 ForwardTask TaskTable::task(std::int64_t index) const {
   const std::int64_t* next = std::upper_bound(first_task_, first_task_ + problem_.num_seqs, index);
   const std::int64_t n = next - first_task_ - 1;
@@ -243,47 +145,11 @@ ForwardTask TaskTable::task(std::int64_t index) const {
   const std::int64_t kv_head = in_sequence / num_blocks;
   // Under a causal mask the last rows see most keys: they go first, and the ends of threads meet.
   const std::int64_t block = num_blocks - 1 - in_sequence % num_blocks;
-  const std::int64_t head = kv_head * group_size(problem_);
 
-  ForwardTask task;
-  task.dtype = problem_.dtype;
-  task.head_dim_qk = problem_.head_dim_qk;
-  task.head_dim_v = problem_.head_dim_v;
-  task.seqlen_q = s.q_len;
-  task.seqlen_kv = s.kv_len;
+  ForwardTask task = attention_task(problem_, n, s, kv_head);
+  task.wide = is_wide(problem_, n, kv_head);
   task.row_begin = block * task_rows_;
   task.row_end = std::min(task.row_begin + task_rows_, group_rows(s));
-  task.q = unit_rows(problem_.q, s.batch, s.q_begin, head);
-  task.k = unit_rows(problem_.k, s.batch, s.kv_begin, kv_head);
-  task.v = unit_rows(problem_.v, s.batch, s.kv_begin, kv_head);
-  task.o = unit_rows(problem_.o, s.batch, s.q_begin, head);
-  if (problem_.lse.wanted) {
-    task.lse = {problem_.lse.at(s.batch, s.q_begin, head), problem_.lse.head_stride,
-                problem_.lse.row_stride};
-  }
-
-  const AttentionOptions& options = problem_.options;
-  const std::int64_t group = group_size(problem_);
-  task.wide = has_wide_bias(problem_) ||
-              (problem_.dtype != DType::f64 && (any_wide(options.sink, n, head, group) ||
-                                                any_wide(options.alibi_slopes, n, head, group)));
-  task.scale = options.scale;
-  task.softcap = options.softcap;
-  task.diagonal_offset = problem_.diagonal_offset(s);
-  task.window_left = clamped_window(options.window_left, s);
-  task.window_right = clamped_window(options.window_right, s);
-  task.bias = unit_scores(options.bias, n, head);
-  task.mask = unit_scores(options.mask, n, head);
-  task.alibi_slopes = unit_head_scalars(options.alibi_slopes, n, head);
-  task.sink = unit_head_scalars(options.sink, n, head);
-  task.q_segment_ids = unit_segments(options.q_segment_ids, s.batch, s.q_begin);
-  task.kv_segment_ids = unit_segments(options.kv_segment_ids, s.batch, s.kv_begin);
-  task.dropout = options.dropout.active;
-  task.dropout_threshold = options.dropout.threshold;
-  task.dropout_key[0] = options.dropout.key[0];
-  task.dropout_key[1] = options.dropout.key[1];
-  task.dropout_offset = options.dropout.offset;
-  task.dropout_stream = problem_.dropout_stream(n, head);
   return task;
 }
 
@@ -307,24 +173,7 @@ void clear_slack(const AttentionForwardProblem& problem) {
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem,
                                   const Settings& settings) {
-  if (const std::string_view reason = unsupported(problem); !reason.empty()) {
-    return Reject{std::string(reason)};
-  }
-  if (const std::string& reason = settings.num_threads_problem; !reason.empty()) {
-    return Reject{reason, true};
-  }
-  if (problem.options.tf32) return Reject{"precision tf32: this backend keeps float32 exact"};
-  const std::int64_t widest = std::max(problem.head_dim_qk, problem.head_dim_v);
-  if (widest > kMaxHeadDim) {
-    return Reject{"head dim " + std::to_string(widest) + ": at most " +
-                  std::to_string(kMaxHeadDim)};
-  }
-  if (!holds(problem, problem.options.scale)) {
-    return Reject{"scale is outside the range of float32"};
-  }
-  if (!holds(problem, problem.options.softcap)) {
-    return Reject{"softcap is outside the range of float32"};
-  }
+  if (auto refusal = attention_refusal(problem, settings)) return *refusal;
   const IsaChoice choice = choose_isa(settings);
   if (!choice.problem.empty()) return Reject{choice.problem, true};
   const Unit unit = unit_of(choice.isa);
@@ -407,17 +256,6 @@ void run_attention_forward(const BackendPlan& plan, const AttentionForwardProble
     });
   }
   clear_slack(problem);
-}
-
-// ---- backward -----------------------------------------------------------------------------------
-
-PlanResult plan_attention_backward(const AttentionBackwardProblem&) {
-  return Reject{"backward is not in this backend yet: use reference"};
-}
-
-void run_attention_backward(const BackendPlan&, const AttentionBackwardProblem& problem,
-                            const RunContext&) {
-  throw Error(ONCHIP_INTERNAL, std::string(problem.op) + ": cpu never plans a backward");
 }
 
 // ---- merge --------------------------------------------------------------------------------------

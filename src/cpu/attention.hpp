@@ -1,5 +1,5 @@
-// Exact attention on the CPU: tiles of keys with an online softmax, one unit per instruction set,
-// threads over (sequence, kv head, block of query rows).
+// Exact attention on the CPU: forward over tiles of keys with an online softmax, backward by
+// recomputation from lse; one unit per instruction set, threads over sequences, kv heads and blocks.
 #pragma once
 
 #include "core/attention.hpp"
@@ -22,6 +22,8 @@ void run_attention_merge(const BackendPlan& plan, const AttentionMergeProblem& p
 
 // As above under other settings than the process's own: the instruction set they force.
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem, const Settings& settings);
+PlanResult plan_attention_backward(const AttentionBackwardProblem& problem,
+                                   const Settings& settings);
 PlanResult plan_attention_merge(const AttentionMergeProblem& problem, const Settings& settings);
 
 }  // namespace onchip::cpu

@@ -90,6 +90,39 @@ struct ForwardShape {
   bool wide = false;
 };
 
+// What the size of a worker's scratch memory depends on in backward, and how it is tiled. Both
+// tile sizes show in the bits, and follow from the head dims alone.
+struct BackwardShape {
+  DType dtype = DType::f32;
+  std::int64_t head_dim_qk = 0;
+  std::int64_t head_dim_v = 0;
+  std::int64_t tile_rows = 96;   // query rows of a block: a multiple of 32, at most kMaxBlockRows
+  std::int64_t chunk_keys = 96;  // keys held at a time: 16, 48 or a few times kMaxTileKeys
+  bool adjusts_scores = false;   // bias, mask, ALiBi or segment ids
+  bool dropout = false;
+};
+constexpr std::int64_t kMaxBlockRows = 96;
+constexpr std::int64_t kMaxTileKeys = 96;  // of one tile of scores: chunk_keys if that is less
+constexpr std::int64_t kMaxChunkKeys = 384;
+
+// Gradients from rows [row_begin, row_end) of the list that ForwardTask describes and keys
+// [key_begin, key_end). Which outputs are given says what is computed:
+// - dk and dv: for these keys, complete if all rows are given;
+// - dq: for these rows, complete if all keys are given. More rows than one block need dq_sums;
+// - bias_sums[key % chunk_keys][row % tile_rows], counted from key_begin and row_begin: to these
+//   the gradient of each score is added.
+struct BackwardTask : ForwardTask {
+  BackwardShape shape;
+  std::int64_t key_begin = 0;
+  std::int64_t key_end = 0;
+  UnitRows d_o;
+  UnitRows d_lse;       // data NULL: 0
+  UnitRows shift;       // d_lse - sum(o dO) of each row, in the type of the arithmetic
+  UnitRows dq, dk, dv;  // data NULL: not wanted
+  UnitRows dq_sums;     // in the type of the arithmetic; may be dq itself
+  std::byte* bias_sums = nullptr;
+};
+
 struct MergeRow {
   std::byte* o = nullptr;
   const std::byte* o1 = nullptr;
@@ -110,6 +143,9 @@ constexpr std::size_t kScratchAlignment = 64;
   void attention_forward_part(const ForwardTask& task, std::int64_t chunk, std::byte* part,       \
                               std::byte* scratch);                                                \
   void attention_forward_join(const ForwardTask& task, std::byte* parts, std::size_t part_bytes); \
+  std::size_t attention_backward_scratch_bytes(const BackwardShape& shape);                       \
+  void attention_backward(const BackwardTask& task, std::byte* scratch);                          \
+  void attention_backward_shift(const BackwardTask& task);                                        \
   void attention_merge_row(DType dtype, std::int64_t head_dim, const MergeRow& row);              \
   }
 

@@ -9,6 +9,7 @@
 
 #include "core/thread_pool.hpp"
 #include "cpu/forced_isa.hpp"
+#include "cpu/long_spec.hpp"
 #include "support/attention_call.hpp"
 #include "support/compare.hpp"
 
@@ -35,36 +36,6 @@ void expect_guards(AttentionCall& attention) {
   for (const auto& [name, tensor] : attention.forward_outputs()) {
     EXPECT_EQ(tensor->broken_guard(), "") << name;
   }
-}
-
-// Lengths that need several panels, tiles of keys and tasks.
-AttentionSpec long_spec(Random& random) {
-  AttentionSpec spec = random_spec(random);
-  spec.batch = random.integer(1, 2);
-  spec.num_heads_kv = 1;
-  spec.packed = random.chance(0.3);
-  spec.used_q.clear();
-  spec.used_kv.clear();
-  spec.slots_q.clear();
-  spec.slots_kv.clear();
-  for (std::int64_t n = 0; n < spec.batch; ++n) {
-    spec.slots_q.push_back(random.integer(1, 150));
-    spec.slots_kv.push_back(spec.shared_cu_seqlens && spec.packed ? spec.slots_q.back()
-                                                                  : random.integer(1, 330));
-  }
-  if (!spec.packed) {
-    spec.slots_q.assign(spec.slots_q.size(), spec.slots_q[0]);
-    spec.slots_kv.assign(spec.slots_kv.size(), spec.slots_kv[0]);
-    spec.seqlen_q = spec.slots_q[0];
-    spec.seqlen_kv = spec.slots_kv[0];
-  }
-  if (random.chance(0.3)) {
-    spec.window_left = random.integer(0, 200);
-    spec.window_right = random.integer(0, 40);
-  }
-  spec.head_dim_qk = random.chance(0.3) ? random.integer(1, 140) : random.integer(1, 24);
-  spec.head_dim_v = random.chance(0.5) ? spec.head_dim_qk : random.integer(1, 40);
-  return spec;
 }
 
 TEST_P(ForwardOn, RandomCalls) {
@@ -465,12 +436,6 @@ TEST(ForwardPlan, SaysWhyNot) {
   problem.options.scale = 1.0;
   problem.device.type = ONCHIP_DEVICE_CUDA;
   EXPECT_NE(reason(Settings{}).find("CPU tensors"), std::string::npos);
-}
-
-TEST(BackwardPlan, IsRejectedByName) {
-  const PlanResult result = cpu::plan_attention_backward(AttentionBackwardProblem{});
-  ASSERT_TRUE(std::holds_alternative<Reject>(result));
-  EXPECT_EQ(std::get<Reject>(result).reason, "backward is not in this backend yet: use reference");
 }
 
 }  // namespace

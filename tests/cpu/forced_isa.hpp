@@ -36,6 +36,17 @@ inline std::string run_forced(const onchip_attention_forward_args& args, cpu::Is
   return "";
 }
 
+inline std::string run_forced(const onchip_attention_backward_args& args, cpu::Isa isa) {
+  ops::CallFacts facts;
+  const AttentionBackwardProblem problem = ops::normalise(args, facts);
+  const PlanResult result = cpu::plan_attention_backward(problem, forcing(isa));
+  if (const auto* reject = std::get_if<Reject>(&result)) return reject->reason;
+  const auto& plan = std::get<BackendPlan>(result);
+  const GuardedMemory workspace(plan.workspace_bytes, GuardedMemory::Against::end);
+  cpu::run_attention_backward(plan, problem, {workspace.data(), nullptr});
+  return "";
+}
+
 inline std::string run_forced(const onchip_attention_merge_args& args, cpu::Isa isa) {
   ops::CallFacts facts;
   const AttentionMergeProblem problem = ops::normalise(args, facts);

@@ -53,9 +53,7 @@ TEST_P(RandomCalls, ForwardThenBackward) {
 
     const auto forward = attention.forward_args();
     ASSERT_EQ(illegal(forward), "");
-    const onchip_status status = call(forward);
-    if (status == ONCHIP_UNSUPPORTED && backend != "reference") continue;
-    ASSERT_EQ(status, ONCHIP_OK) << onchip_last_error();
+    ASSERT_EQ(call(forward), ONCHIP_OK) << onchip_last_error();
     ++accepted_forward;
     ASSERT_EQ(judge(forward), "");
     expect_guards(attention.forward_outputs());
@@ -64,9 +62,7 @@ TEST_P(RandomCalls, ForwardThenBackward) {
     const Snapshot saved(attention.forward_outputs());
     const auto backward = attention.backward_args();
     ASSERT_EQ(illegal(backward), "");
-    const onchip_status backward_status = call(backward);
-    if (backward_status == ONCHIP_UNSUPPORTED && backend != "reference") continue;
-    ASSERT_EQ(backward_status, ONCHIP_OK) << onchip_last_error();
+    ASSERT_EQ(call(backward), ONCHIP_OK) << onchip_last_error();
     ++accepted_backward;
     ASSERT_EQ(judge(backward, Saved::own), "");
     ASSERT_EQ(judge(backward, Saved::given), "");
@@ -75,11 +71,8 @@ TEST_P(RandomCalls, ForwardThenBackward) {
     saved.expect_unchanged();
     ASSERT_FALSE(HasFailure());
   }
-  EXPECT_GE(accepted_forward, kCalls / 3);
-  if (backend == "reference") {
-    EXPECT_EQ(accepted_forward, kCalls);
-    EXPECT_GE(accepted_backward, kCalls / 2);
-  }
+  EXPECT_EQ(accepted_forward, kCalls);
+  EXPECT_GE(accepted_backward, kCalls / 2);
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, RandomCalls, ::testing::Values("reference", "cpu"),

@@ -1,4 +1,4 @@
-// Backward of the reference against central differences of its forward, in float64, element by
+// Backward of each backend against central differences of its own forward, in float64, element by
 // element: every option alone, then random combinations.
 #include <gtest/gtest.h>
 
@@ -49,8 +49,9 @@ double loss(AttentionCall& call_, const onchip_attention_forward_args& args) {
   return total;
 }
 
-void check(AttentionCall& attention) {
-  attention.options.backend = "reference";
+void check(AttentionCall& attention, const char* backend) {
+  SCOPED_TRACE(backend);
+  attention.options.backend = backend;
   const auto forward = attention.forward_args();
   const auto backward = attention.backward_args();
   ASSERT_EQ(call(forward), ONCHIP_OK) << onchip_last_error();
@@ -98,7 +99,7 @@ TEST_P(EachOption, BackwardIsTheDerivativeOfForward) {
     AttentionSpec spec = small();
     GetParam().apply(spec);
     AttentionCall attention(spec, random);
-    check(attention);
+    for (const char* backend : {"reference", "cpu"}) check(attention, backend);
   }
 }
 
@@ -254,7 +255,7 @@ TEST(Gradients, RandomCombinations) {
       spec.used_kv[n] = std::min(spec.used_kv[n], spec.slots_kv[n]);
     }
     AttentionCall attention(spec, random);
-    check(attention);
+    for (const char* backend : {"reference", "cpu"}) check(attention, backend);
     if (HasFatalFailure()) return;
   }
 }

@@ -18,7 +18,7 @@ if gpu.problem() is None:
 MERGE_BACKENDS = ["reference", "cpu"]
 DECODE_BACKENDS = ["reference"]
 # test_errors.py proves that the others refuse.
-BACKWARD_BACKENDS = ["reference"]
+BACKWARD_BACKENDS = ["reference", "cpu"]
 
 
 # Of the test that runs, if it has one; set by conftest.py.

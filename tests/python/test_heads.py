@@ -81,7 +81,8 @@ def test_all_ones(backend, seqlen_kv, more):
     for _ in range(10):
         assert_same_bits(forward(backend, q, k, v), forward(backend, q, k, v))
     if gradients is not None:
-        np.testing.assert_allclose(gradients.dv, seqlen_q / seqlen_kv, rtol=1e-6)
+        # As close as fp32's own term of section 5: the weights come from an lse rounded to fp32.
+        np.testing.assert_allclose(gradients.dv, seqlen_q / seqlen_kv, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

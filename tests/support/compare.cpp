@@ -221,8 +221,9 @@ double cancellation(const AttentionCase& c, const std::string& name, Saved saved
     terms = static_cast<double>(std::max<std::int64_t>(pairs / elements, 1));
   }
   const double bound = 0.25 * epsilon(c.dtype) * std::sqrt(terms * dim_v);
-  // The page's term is for narrow dtypes; what stays of fp64 products is as in dq.
-  return c.dtype == DType::f64 || saved == Saved::own ? bound + ds * std::sqrt(terms) : bound;
+  // The page's term is for narrow dtypes; what stays of fp32 and fp64 products is as in dq.
+  const bool narrow = c.dtype == DType::f16 || c.dtype == DType::bf16;
+  return narrow && saved == Saved::given ? bound : bound + ds * std::sqrt(terms);
 }
 
 // lse reaches backward rounded to fp32, and P = exp(S - lse) turns its absolute error into a

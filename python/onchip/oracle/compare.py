@@ -192,6 +192,7 @@ def judge_backward(
     inputs = {"dq": q, "dk": k, "dv": v, "dbias": options.get("bias"), "dsink": options.get("sink")}
     forward = attention.attention_forward(q, k, v, arithmetic=EXACT, **options)
     cancellation = _cancellation_terms(d_o, q, k, v, ref, forward, options)
+    flushed = _flushed_terms(d_o, q, k, v, d_lse, options)
     worst = []
     for name, like in inputs.items():
         got, wanted = getattr(result, name), getattr(ref, name)
@@ -205,7 +206,7 @@ def judge_backward(
         # A gradient has its own input's dtype: what is stored in it can be no better than its ulp.
         coarsest = max((q.dtype, like.dtype), key=lambda dtype: float(ml_dtypes.finfo(dtype).eps))
         bound = _rounding_bound(wanted, getattr(plain, name), coarsest, _factor(options))
-        bound += cancellation.get(name, 0.0)
+        bound += cancellation.get(name, 0.0) + flushed[name]
         worst.append(assert_close(name, got, _overflowed(wanted, like.dtype), bound))
     return _found(*worst)
 
@@ -238,6 +239,24 @@ def _cancellation_terms(d_o, q, k, v, ref, ref_forward, options):
         summed = max(pairs // max(ref.dbias.size, 1), 1)
         terms["dbias"] = 0.25 * eps * (summed * dim_v) ** 0.5 + left_of_ds * summed**0.5
     return terms
+
+
+def _flushed_terms(d_o, q, k, v, d_lse, options):
+    """What weights below the smallest normal number of the arithmetic add, as they may be 0."""
+    weight = float(ml_dtypes.finfo(lse_dtype(q.dtype)).tiny)
+    scale = options.get("scale")
+    scale = abs(scale) if scale is not None else max(q.shape[-1], 1) ** -0.5
+    of_score = weight * 2 * v.shape[-1] * _largest(d_o) * _largest(v)
+    if d_lse is not None:
+        of_score += weight * _largest(d_lse)
+    rows, keys = q.size // max(q.shape[-1], 1), k.shape[-3]
+    return {
+        "dq": keys * of_score * scale * _largest(k),
+        "dk": rows * of_score * scale * _largest(q),
+        "dv": rows * weight * _largest(d_o),
+        "dbias": rows * keys * of_score,
+        "dsink": rows * of_score,
+    }
 
 
 def assert_same_value(name, result, other):
