@@ -318,12 +318,23 @@ ONCHIP_API onchip_status onchip_attention_decode_run(const onchip_plan* plan,
 
 typedef int32_t onchip_linear_operator;
 enum {
-  ONCHIP_LINEAR_ATTENTION = 1,    /* S = S + k v^T */
-  ONCHIP_RETENTION = 2,           /* S = alpha_h S + k v^T, log alpha_h = log(1 - 2^(-5-h)) */
-  ONCHIP_LIGHTNING_ATTENTION = 3, /* S = alpha_h S + k v^T, alpha_h given */
-  ONCHIP_SIMPLE_GLA = 4,          /* S = alpha_t S + k v^T */
-  ONCHIP_MAMBA2 = 5,              /* S = e^(dt' A) S + dt' B x^T, y = (S^T C + D x) silu(z) */
-  ONCHIP_MLSTM = 6                /* S = f S + i k v^T, normalised */
+  ONCHIP_LINEAR_ATTENTION = 1,     /* S = S + k v^T */
+  ONCHIP_RETENTION = 2,            /* S = alpha_h S + k v^T, log alpha_h = log(1 - 2^(-5-h)) */
+  ONCHIP_LIGHTNING_ATTENTION = 3,  /* S = alpha_h S + k v^T, alpha_h given */
+  ONCHIP_SIMPLE_GLA = 4,           /* S = alpha_t S + k v^T */
+  ONCHIP_MAMBA2 = 5,               /* S = e^(dt' A) S + dt' B x^T, y = (S^T C + D x) silu(z) */
+  ONCHIP_MLSTM = 6,                /* S = f S + i k v^T, normalised */
+  ONCHIP_GLA = 7,                  /* S = Diag(alpha_t) S + k v^T */
+  ONCHIP_RWKV6 = 8,                /* the same, o = (S_{t-1} + Diag(u) k v^T)^T r */
+  ONCHIP_HGRN2 = 9,                /* gla with k = 1 - alpha_t */
+  ONCHIP_DELTA_RULE = 10,          /* S = S + beta k (v - S^T k)^T */
+  ONCHIP_GATED_DELTA_RULE = 11,    /* the same on alpha_t S */
+  ONCHIP_KDA = 12,                 /* the same on Diag(alpha_t) S */
+  ONCHIP_COMBA = 13,               /* S = alpha_t S_{t-1} + beta k (v - S_{t-1}^T p)^T */
+  ONCHIP_GDN2 = 14,                /* S' = Diag(alpha_t) S, S = S' + k (w v - S'^T (b k))^T */
+  ONCHIP_GATED_DELTA_PRODUCT = 15, /* num_householder delta rules a token */
+  ONCHIP_RWKV7 = 16,               /* S = Diag(alpha_t) S + b (a^T S) + k v^T */
+  ONCHIP_IPLR = 17                 /* S = S + b (a^T S) + k v^T */
 };
 
 /* The tensors of an operator by their role, and its gradients likewise; absent ones NULL. "rows" is
@@ -337,9 +348,25 @@ enum {
  *   simple_gla           q  k  v  log_decay
  *   mamba2               C  B  x  dt                              A, dt_bias, D, z
  *   mlstm                q  k  v  f               i
+ *   gla                  q  k  v  log_decay [dk]
+ *   rwkv6                r  k  v  log_decay [dk]                  u
+ *   hgrn2                q     v  log_decay [dk]
+ *   delta_rule           q  k  v                  beta
+ *   gated_delta_rule     q  k  v  log_decay       beta            A_log, dt_bias
+ *   kda                  q  k  v  log_decay [dk]  beta            A_log, dt_bias
+ *   comba                q  k  v  log_decay       beta            a: p
+ *   gdn2                 q  k  v  log_decay [dk]                  a: b, b: w
+ *   gated_delta_product  q  k  v  log_decay       beta
+ *   rwkv7                r  k  v  log_decay [dk]                  a, b
+ *   iplr                 q  k  v                                  a, b
  *
- * log_decay of lightning_attention is a number a head; that of the others rows [Hv], or a number a
- * head, or absent (no decay). */
+ * log_decay is rows [Hv], or a number a head, or absent (no decay); [dk]: rows [Hv, dk]; that of
+ * lightning_attention a number a head. With A_log, log_decay and beta are raw: log_decay' =
+ * -e^A_log softplus(log_decay + dt_bias), or with lower_bound lower_bound sigmoid(e^A_log
+ * (log_decay + dt_bias)); beta' = sigmoid(beta), twice that with allow_neg_eigval. k, v, beta of
+ * gated_delta_product have num_householder rows a token: [batch, T num_householder, ..], packed
+ * [total num_householder, ..], of a step [batch, num_householder, ..]; cu_seqlens and seqlens count
+ * tokens; the decay comes before a token's first row and the read after its last. */
 typedef struct onchip_linear_tensors {
   size_t struct_size;
   const onchip_tensor* q;       /* rows [Hk, dk] */
@@ -347,11 +374,11 @@ typedef struct onchip_linear_tensors {
   const onchip_tensor* v;       /* rows [Hv, dv] */
   const onchip_tensor* gate;    /* rows [Hv], or as the table says */
   const onchip_tensor* beta;    /* rows [Hv] */
-  const onchip_tensor* a;       /* erase vector */
-  const onchip_tensor* b;       /* write vector */
-  const onchip_tensor* u;       /* bonus */
-  const onchip_tensor* A;       /* [Hv] */
-  const onchip_tensor* dt_bias; /* [Hv]; may be absent */
+  const onchip_tensor* a;       /* rows [Hk, dk]; gdn2's [Hv, dk] */
+  const onchip_tensor* b;       /* rows [Hk, dk]; gdn2's [Hv, dv] */
+  const onchip_tensor* u;       /* [Hv, dk] */
+  const onchip_tensor* A;       /* [Hv]; may be absent where it is A_log */
+  const onchip_tensor* dt_bias; /* [Hv]; kda's [Hv, dk]; may be absent */
   const onchip_tensor* D;       /* [Hv] or [Hv, dv]; may be absent */
   const onchip_tensor* z;       /* rows [Hv, dv]; may be absent */
 } onchip_linear_tensors;
@@ -381,12 +408,14 @@ enum { ONCHIP_GATE_EXP = 0, ONCHIP_GATE_SIGMOID = 1 };
  * default. */
 typedef struct onchip_linear_options {
   size_t struct_size;
-  double scale;              /* of the read; NaN = dk^-1/2, 1 for mamba2; finite */
+  double scale;              /* of the read; NaN = dk^-1/2, 1 for mamba2, rwkv7; finite */
   double eps;                /* mlstm: added to the denominator; >= 0 */
   double dt_min;             /* mamba2: dt' = clamp(softplus(dt + dt_bias), dt_min, dt_max) */
   double dt_max;             /* INFINITY = no bound */
+  double lower_bound;        /* with A_log: of log_decay, finite and below 0; NaN = none */
   int64_t chunk_len;         /* backward keeps a state every so many tokens: a multiple of 16, or
                                 0 = pick. Memory against recomputation; changes no result */
+  int64_t num_householder;   /* gated_delta_product: rows a token, at least 1 */
   int32_t op;                /* onchip_linear_operator */
   int32_t state_layout;      /* ONCHIP_STATE_* */
   int32_t normalize;         /* linear_attention: 0 (default) or 1; mlstm: 0 or 1, default 1 with
@@ -394,6 +423,8 @@ typedef struct onchip_linear_options {
   int32_t gate;              /* mlstm: ONCHIP_GATE_* */
   int32_t detach_normalizer; /* mlstm's backward: the denominator is a constant */
   int32_t dt_softplus;       /* mamba2: 0 = dt' = clamp(dt + dt_bias) */
+  int32_t qk_l2norm;         /* the delta rules: q, k / sqrt(|.|^2 + 1e-6) first */
+  int32_t allow_neg_eigval;  /* with A_log: beta' in (0, 2) */
   int32_t check;             /* refuse log_decay > 0, A > 0 and NaN; on a device: also lengths */
   const char* backend;       /* force one by name; NULL picks */
   const onchip_tensor* cu_seqlens; /* int32 or int64 [num_seqs + 1]; makes tensors packed */
@@ -403,8 +434,8 @@ typedef struct onchip_linear_options {
 /* clang-format off */
 #define ONCHIP_LINEAR_OPTIONS_INIT \
   { \
-    sizeof(onchip_linear_options), (double)NAN, 0.0, 0.0, (double)INFINITY, 0, 0, 0, -1, 0, 0, 1, \
-        0, NULL, NULL, NULL \
+    sizeof(onchip_linear_options), (double)NAN, 0.0, 0.0, (double)INFINITY, (double)NAN, 0, 1, 0, \
+        0, -1, 0, 0, 1, 0, 0, 0, NULL, NULL, NULL \
   }
 /* clang-format on */
 

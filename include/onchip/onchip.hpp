@@ -302,13 +302,17 @@ struct LinearOptions {
   double eps = 0.0;
   double dt_min = 0.0;
   double dt_max = std::numeric_limits<double>::infinity();
-  std::int64_t chunk_len = 0;  // 0: pick
-  std::int32_t op = 0;         // ONCHIP_SIMPLE_GLA, ..
+  double lower_bound = std::numeric_limits<double>::quiet_NaN();  // NaN: none
+  std::int64_t chunk_len = 0;                                     // 0: pick
+  std::int64_t num_householder = 1;
+  std::int32_t op = 0;  // ONCHIP_SIMPLE_GLA, ..
   std::int32_t state_layout = ONCHIP_STATE_DEFAULT;
   std::int32_t normalize = -1;  // the operator's default
   std::int32_t gate = ONCHIP_GATE_EXP;
   bool detach_normalizer = false;
   bool dt_softplus = true;
+  bool qk_l2norm = false;
+  bool allow_neg_eigval = false;
   bool check = false;
   std::string backend{};  // empty: pick
   Tensor cu_seqlens{}, seqlens{};
@@ -320,13 +324,17 @@ struct LinearOptions {
     c.eps = eps;
     c.dt_min = dt_min;
     c.dt_max = dt_max;
+    c.lower_bound = lower_bound;
     c.chunk_len = chunk_len;
+    c.num_householder = num_householder;
     c.op = op;
     c.state_layout = state_layout;
     c.normalize = normalize;
     c.gate = gate;
     c.detach_normalizer = detach_normalizer ? 1 : 0;
     c.dt_softplus = dt_softplus ? 1 : 0;
+    c.qk_l2norm = qk_l2norm ? 1 : 0;
+    c.allow_neg_eigval = allow_neg_eigval ? 1 : 0;
     c.check = check ? 1 : 0;
     c.backend = backend.empty() ? nullptr : backend.c_str();
     c.cu_seqlens = cu_seqlens.get();

@@ -125,12 +125,16 @@ std::array linear_options_fields = {
     ONCHIP_FIELD(onchip_linear_options, eps, kReal),
     ONCHIP_FIELD(onchip_linear_options, dt_min, kReal),
     ONCHIP_FIELD(onchip_linear_options, dt_max, kReal),
+    ONCHIP_FIELD(onchip_linear_options, lower_bound, kReal),
     ONCHIP_FIELD(onchip_linear_options, chunk_len, kCount),
+    ONCHIP_FIELD(onchip_linear_options, num_householder, kCount),
     ONCHIP_FIELD(onchip_linear_options, state_layout, kStateLayout),
     ONCHIP_FIELD(onchip_linear_options, normalize, kFlag),
     ONCHIP_FIELD(onchip_linear_options, gate, kInputGate),
     ONCHIP_FIELD(onchip_linear_options, detach_normalizer, kFlag),
     ONCHIP_FIELD(onchip_linear_options, dt_softplus, kFlag),
+    ONCHIP_FIELD(onchip_linear_options, qk_l2norm, kFlag),
+    ONCHIP_FIELD(onchip_linear_options, allow_neg_eigval, kFlag),
     ONCHIP_FIELD(onchip_linear_options, check, kFlag),
     ONCHIP_FIELD(onchip_linear_options, backend, kName),
     ONCHIP_FIELD(onchip_linear_options, cu_seqlens, kTensor),
@@ -190,8 +194,23 @@ std::array linear_step_fields = {
 };
 
 // In the order of onchip_linear_operator, from 1.
-constexpr std::array<std::string_view, 6> kLinearNames = {
-    "linear_attention", "retention", "lightning_attention", "simple_gla", "mamba2", "mlstm"};
+constexpr std::array<std::string_view, 17> kLinearNames = {"linear_attention",
+                                                           "retention",
+                                                           "lightning_attention",
+                                                           "simple_gla",
+                                                           "mamba2",
+                                                           "mlstm",
+                                                           "gla",
+                                                           "rwkv6",
+                                                           "hgrn2",
+                                                           "delta_rule",
+                                                           "gated_delta_rule",
+                                                           "kda",
+                                                           "comba",
+                                                           "gdn2",
+                                                           "gated_delta_product",
+                                                           "rwkv7",
+                                                           "iplr"};
 
 #undef ONCHIP_FIELD
 

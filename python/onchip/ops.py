@@ -42,7 +42,11 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from onchip import _calls
-from onchip._linear import scalar, scalar_gated
+from onchip._linear import channel, delta, delta_more, dplr, scalar, scalar_gated
+from onchip._linear.channel import *  # noqa: F403
+from onchip._linear.delta import *  # noqa: F403
+from onchip._linear.delta_more import *  # noqa: F403
+from onchip._linear.dplr import *  # noqa: F403
 from onchip._linear.scalar import *  # noqa: F403
 from onchip._linear.scalar_gated import *  # noqa: F403
 
@@ -55,6 +59,10 @@ __all__ = [
     "attention_forward",
     "merge",
 ]
+__all__ += channel.__all__
+__all__ += delta.__all__
+__all__ += delta_more.__all__
+__all__ += dplr.__all__
 __all__ += scalar.__all__
 __all__ += scalar_gated.__all__
 

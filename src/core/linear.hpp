@@ -15,16 +15,18 @@
 namespace onchip {
 
 // The recurrences (docs/semantics.md section 3).
-enum class LinearEngine { scalar_decay };
+enum class LinearEngine { scalar_decay, channel_decay, delta_rule, dplr };
 
 // Which axis of the state alpha_t has.
-enum class DecayAxis { none, scalar };
+enum class DecayAxis { none, scalar, key };
 
 // How log_decay comes from the gate tensor.
 enum class GateForm {
   none,       // no decay
   log_decay,  // given, a row or a head
   retention,  // log(1 - 2^(-5-h))
+  raw,        // -e^A_log softplus(g + dt_bias)
+  bounded,    // lower_bound sigmoid(e^A_log (g + dt_bias))
   mamba2,     // dt' A, dt' = clamp(softplus(dt + dt_bias))
   mlstm,      // logsigmoid(f)
 };
@@ -45,6 +47,20 @@ enum class WriteForm {
   sigmoid_gate,  // mlstm: sigmoid(i)
 };
 
+// The erase vector e of the delta rule, and what is written in place of what e reads.
+enum class EraseForm {
+  none,
+  keys,        // e = beta k, x = beta v
+  other_keys,  // comba: e = beta p, x = beta v
+  channels,    // gdn2: e = b * k, x = w * v, elementwise
+  given,       // dplr: S += b (a^T S_{t-1}) + k v^T
+};
+
+enum class KeyForm {
+  given,
+  complement,  // hgrn2: 1 - e^log_decay
+};
+
 // What an operator is: its row of the table (ops/linear_table.cpp), with its options resolved.
 struct LinearTraits {
   LinearEngine engine = LinearEngine::scalar_decay;
@@ -52,6 +68,9 @@ struct LinearTraits {
   GateForm gate = GateForm::none;
   WriteForm write = WriteForm::plain;
   ReadForm read = ReadForm::plain;
+  EraseForm erase = EraseForm::none;
+  KeyForm keys = KeyForm::given;
+  bool exclusive = false;  // channel_decay's read and delta_rule's erase see S_{t-1}
 };
 
 // The tensors by role: rows [batch, row, head, dim], or constants with some of these strides 0.
@@ -91,6 +110,7 @@ struct TokenRange {
 constexpr double kSegmentLogDecay = -104.0;
 
 constexpr double kSumNormaliserEps = 1e-10;  // of linear_attention's denominator
+constexpr double kL2NormEps = 1e-6;          // x / sqrt(|x|^2 + eps)
 
 struct LinearProblem {
   const char* op = "";  // for messages
@@ -110,13 +130,18 @@ struct LinearProblem {
   double dt_max = 0.0;
   bool dt_softplus = true;
   bool detach_normalizer = false;
-  bool normalised = false;      // the state has a normaliser
-  bool stabilised = false;      // and a stabiliser
-  bool gate_per_head = false;   // the gate tensor is [Hv], not rows
-  std::int64_t skip_width = 0;  // of D: 1 or dv; 0 = absent
-  std::int64_t chunk_len = 0;   // 0: the backend's choice
-  TensorView cu_seqlens;        // present iff packed
-  TensorView seqlens;           // may be absent: whole slots
+  bool normalised = false;  // the state has a normaliser
+  bool stabilised = false;  // and a stabiliser
+  bool qk_l2norm = false;
+  double lower_bound = 0.0;         // of GateForm::bounded
+  double beta_factor = 0.0;         // beta = this times sigmoid(raw); 0: beta is given as it is
+  std::int64_t rows_per_token = 1;  // of k, v, beta; q, gate and o have one
+  std::int64_t decay_width = 1;     // numbers of alpha_t
+  bool gate_per_head = false;       // the gate tensor is [Hv], not rows
+  std::int64_t skip_width = 0;      // of D: 1 or dv; 0 = absent
+  std::int64_t chunk_len = 0;       // 0: the backend's choice
+  TensorView cu_seqlens;            // present iff packed
+  TensorView seqlens;               // may be absent: whole slots
   LinearTensors inputs;
 
   std::int64_t key_head(std::int64_t head) const { return head / (num_heads_v / num_heads_k); }

@@ -34,10 +34,33 @@ double load_number(const RowsView& rows, std::int64_t batch, std::int64_t row, s
   return value;
 }
 
+double dot(const double* a, const double* b, std::int64_t count) {
+  double sum = 0.0;
+  for (std::int64_t d = 0; d < count; ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+// x / sqrt(|x|^2 + eps) in place; returns the factor.
+double normalise(double* x, std::int64_t count) {
+  const double factor = 1.0 / std::sqrt(dot(x, x, count) + kL2NormEps);
+  for (std::int64_t d = 0; d < count; ++d) x[d] *= factor;
+  return factor;
+}
+
+// The gradient of x from that of the normalised x, in place.
+void pull_normalise(const double* normalised, double factor, std::int64_t count, double* gradient) {
+  const double along = dot(normalised, gradient, count);
+  for (std::int64_t d = 0; d < count; ++d) {
+    gradient[d] = factor * (gradient[d] - along * normalised[d]);
+  }
+}
+
 }  // namespace
 
 std::int64_t LinearRows::doubles(const LinearProblem& problem, std::int64_t tokens) {
-  return 2 * problem.head_dim_k + 3 * problem.head_dim_v + 2 +
+  const std::int64_t dk = problem.head_dim_k;
+  const std::int64_t dv = problem.head_dim_v;
+  return 6 * dk + 3 * dv + 1 + std::max(dk, dv) + 2 * problem.decay_width +
          (problem.stabilised ? tokens + 1 : 0);
 }
 
@@ -48,12 +71,20 @@ LinearRows::LinearRows(const LinearProblem& problem, double* scratch, std::int64
     scratch += count;
     return piece;
   };
-  row_.q = take(problem.head_dim_k);
-  row_.k = take(problem.head_dim_k);
-  row_.x = take(problem.head_dim_v + 1);
-  row_.alpha = take(1);
-  v_ = take(problem.head_dim_v);
-  z_ = take(problem.head_dim_v);
+  const std::int64_t dk = problem.head_dim_k;
+  const std::int64_t dv = problem.head_dim_v;
+  row_.q = take(dk);
+  row_.k = take(dk);
+  row_.e = take(dk);
+  row_.b = take(dk);
+  row_.u = take(dk);
+  row_.x = take(dv + 1);
+  row_.alpha = take(problem.decay_width);
+  v_ = take(dv);
+  z_ = take(dv);
+  a_ = take(dk);
+  b_ = take(std::max(dk, dv));
+  gate_ = take(problem.decay_width);
   stabilisers_ = take(problem.stabilised ? tokens + 1 : 0);
 }
 
@@ -62,7 +93,7 @@ void LinearRows::begin(const TokenRange& tokens, std::int64_t head, double stabi
   head_ = head;
   const LinearTensors& in = problem_.inputs;
   if (in.rate.wanted) rate_ = load_number(in.rate, 0, 0, head);
-  if (in.dt_bias.wanted) dt_bias_ = load_number(in.dt_bias, 0, 0, head);
+  if (in.u.wanted) load_row(in.u, 0, 0, head, problem_.head_dim_k, row_.u);
   if (!problem_.stabilised) return;
   stabilisers_[0] = stabiliser;
   for (std::int64_t t = 0; t < tokens.length; ++t) {
@@ -73,63 +104,92 @@ void LinearRows::begin(const TokenRange& tokens, std::int64_t head, double stabi
   }
 }
 
+const EngineRow& LinearRows::load(std::int64_t index) {
+  const LinearTensors& in = problem_.inputs;
+  const std::int64_t each = problem_.rows_per_token;
+  const std::int64_t dk = problem_.head_dim_k;
+  t_ = index / each;
+  decays_ = index % each == 0;
+  row_.reads = index % each == each - 1;
+  const std::int64_t token = tokens_.begin + t_;
+  const std::int64_t row = tokens_.begin * each + index;
+  const std::int64_t key_head = problem_.key_head(head_);
+  if (row_.reads) load_row(in.q, tokens_.batch, token, key_head, dk, row_.q);
+  if (in.k.wanted) load_row(in.k, tokens_.batch, row, key_head, dk, row_.k);
+  load_row(in.v, tokens_.batch, row, head_, problem_.head_dim_v, v_);
+  if (in.z.wanted) load_row(in.z, tokens_.batch, row, head_, problem_.head_dim_v, z_);
+  if (in.beta.wanted) beta_ = load_number(in.beta, tokens_.batch, row, head_);
+  if (in.gate.wanted) load_row(in.gate, tokens_.batch, token, head_, problem_.decay_width, gate_);
+  if (problem_.qk_l2norm) {
+    if (row_.reads) q_norm_ = normalise(row_.q, dk);
+    k_norm_ = normalise(row_.k, dk);
+  }
+  load_decay();
+  load_write();
+  load_erase();
+  return row_;
+}
+
+// ---- decay --------------------------------------------------------------------------------------
+
+double LinearRows::dt_bias(std::int64_t d) const {
+  const RowsView& bias = problem_.inputs.dt_bias;
+  if (!bias.wanted) return 0.0;
+  return load_as_double(bias.at(0, 0, head_) + d * dtype_size(bias.dtype), bias.dtype);
+}
+
 // dt' of mamba2.
 double LinearRows::time_step(double raw) const {
-  const double biased = raw + dt_bias_;
+  const double biased = raw + dt_bias(0);
   return std::clamp(problem_.dt_softplus ? softplus(biased) : biased, problem_.dt_min,
                     problem_.dt_max);
 }
 
 // The clamp's slope at its ends is 1.
 double LinearRows::time_step_slope(double raw) const {
-  const double biased = raw + dt_bias_;
+  const double biased = raw + dt_bias(0);
   const double free = problem_.dt_softplus ? softplus(biased) : biased;
   if (free < problem_.dt_min || free > problem_.dt_max) return 0.0;
   return problem_.dt_softplus ? softplus_slope(biased) : 1.0;
 }
 
-const EngineRow& LinearRows::load(std::int64_t t) {
-  t_ = t;
-  const LinearTensors& in = problem_.inputs;
-  const std::int64_t row = tokens_.begin + t;
-  const std::int64_t key_head = problem_.key_head(head_);
-  load_row(in.q, tokens_.batch, row, key_head, problem_.head_dim_k, row_.q);
-  load_row(in.k, tokens_.batch, row, key_head, problem_.head_dim_k, row_.k);
-  load_row(in.v, tokens_.batch, row, head_, problem_.head_dim_v, v_);
-  if (in.z.wanted) load_row(in.z, tokens_.batch, row, head_, problem_.head_dim_v, z_);
-  if (in.gate.wanted) gate_ = load_number(in.gate, tokens_.batch, row, head_);
-  if (in.beta.wanted) beta_ = load_number(in.beta, tokens_.batch, row, head_);
-  load_gate();
-  load_write();
-  return row_;
-}
-
-void LinearRows::load_gate() {
-  double log_decay = 0.0;
+double LinearRows::log_decay(std::int64_t d) const {
   switch (problem_.traits.gate) {
     case GateForm::none:
       break;
     case GateForm::log_decay:
-      log_decay = gate_;
-      break;
+      return gate_[d];
     case GateForm::retention:
-      log_decay = std::log1p(-std::exp2(-5.0 - static_cast<double>(head_)));
-      break;
+      return std::log1p(-std::exp2(-5.0 - static_cast<double>(head_)));
+    case GateForm::raw:
+      return -std::exp(rate_) * softplus(gate_[d] + dt_bias(d));
+    case GateForm::bounded:
+      return problem_.lower_bound * sigmoid(std::exp(rate_) * (gate_[d] + dt_bias(d)));
     case GateForm::mamba2:
-      log_decay = time_step(gate_) * rate_;
-      break;
+      return time_step(gate_[d]) * rate_;
     case GateForm::mlstm:
-      log_decay = log_sigmoid(gate_);
-      break;
+      return log_sigmoid(gate_[d]);
   }
-  if (problem_.stabilised) {
-    // Here a weight is judged against the row's stabiliser, so a small one alone is no reset.
-    log_decay += stabilisers_[t_];
-    row_.alpha[0] = weight(log_decay - stabilisers_[t_ + 1], log_decay == kMinusInfinity);
-  } else {
-    row_.alpha[0] = weight(log_decay, log_decay < kSegmentLogDecay);
+  return 0.0;
+}
+
+void LinearRows::load_decay() {
+  for (std::int64_t d = 0; d < problem_.decay_width; ++d) {
+    const double g = decays_ ? log_decay(d) : 0.0;
+    if (problem_.stabilised) {
+      // Here a weight is judged against the row's stabiliser, so a small one alone is no reset.
+      const double carried = g + stabilisers_[t_];
+      row_.alpha[d] = weight(carried - stabilisers_[t_ + 1], carried == kMinusInfinity);
+    } else {
+      row_.alpha[d] = weight(g, g < kSegmentLogDecay);
+    }
+  }
+  if (problem_.traits.keys == KeyForm::complement) {
+    for (std::int64_t d = 0; d < problem_.head_dim_k; ++d) row_.k[d] = -std::expm1(gate_[d]);
   }
 }
+
+// ---- write and erase ----------------------------------------------------------------------------
 
 void LinearRows::load_write() {
   const std::int64_t dv = problem_.head_dim_v;
@@ -140,7 +200,7 @@ void LinearRows::load_write() {
     case WriteForm::plain:
       break;
     case WriteForm::time_step:
-      row_.write = time_step(gate_);
+      row_.write = time_step(gate_[0]);
       break;
     case WriteForm::exp_gate:
       row_.write = weight(beta_ - stabilisers_[t_ + 1], beta_ == kMinusInfinity);
@@ -151,8 +211,47 @@ void LinearRows::load_write() {
   }
 }
 
+void LinearRows::load_erase() {
+  const LinearTensors& in = problem_.inputs;
+  const std::int64_t dk = problem_.head_dim_k;
+  const std::int64_t dv = problem_.head_dim_v;
+  const std::int64_t row = tokens_.begin + t_;
+  const std::int64_t key_head = problem_.key_head(head_);
+  erase_ = problem_.beta_factor == 0.0 ? beta_ : problem_.beta_factor * sigmoid(beta_);
+  switch (problem_.traits.erase) {
+    case EraseForm::none:
+      return;
+    case EraseForm::keys:
+      for (std::int64_t d = 0; d < dk; ++d) row_.e[d] = erase_ * row_.k[d];
+      break;
+    case EraseForm::other_keys:
+      load_row(in.a, tokens_.batch, row, key_head, dk, a_);
+      for (std::int64_t d = 0; d < dk; ++d) row_.e[d] = erase_ * a_[d];
+      break;
+    case EraseForm::channels:
+      load_row(in.a, tokens_.batch, row, head_, dk, a_);
+      load_row(in.b, tokens_.batch, row, head_, dv, b_);
+      for (std::int64_t d = 0; d < dk; ++d) row_.e[d] = a_[d] * row_.k[d];
+      for (std::int64_t j = 0; j < dv; ++j) row_.x[j] = b_[j] * v_[j];
+      return;
+    case EraseForm::given:
+      load_row(in.a, tokens_.batch, row, key_head, dk, row_.e);
+      load_row(in.b, tokens_.batch, row, key_head, dk, row_.b);
+      return;
+  }
+  for (std::int64_t j = 0; j < dv; ++j) row_.x[j] *= erase_;
+}
+
+// ---- the read -----------------------------------------------------------------------------------
+
 double LinearRows::normaliser_floor() const {
   return problem_.stabilised ? std::exp(-stabilisers_[t_ + 1]) : 1.0;
+}
+
+double LinearRows::skip(std::int64_t j) const {
+  const RowsView& d = problem_.inputs.skip;
+  const std::int64_t at = problem_.skip_width == 1 ? 0 : j;
+  return load_as_double(d.at(0, 0, head_) + at * dtype_size(d.dtype), d.dtype);
 }
 
 void LinearRows::finish(const double* read, double* y) const {
@@ -180,16 +279,20 @@ void LinearRows::finish(const double* read, double* y) const {
   }
 }
 
-double LinearRows::skip(std::int64_t j) const {
-  const RowsView& d = problem_.inputs.skip;
-  const std::int64_t at = problem_.skip_width == 1 ? 0 : j;
-  return load_as_double(d.at(0, 0, head_) + at * dtype_size(d.dtype), d.dtype);
+void LinearRows::clear(RawGradients& raw) const {
+  const std::int64_t dk = problem_.head_dim_k;
+  const std::int64_t dv = problem_.head_dim_v;
+  for (double* part : {raw.q, raw.k, raw.a, raw.u}) std::fill_n(part, dk, 0.0);
+  for (double* part : {raw.v, raw.z}) std::fill_n(part, dv, 0.0);
+  for (double* part : {raw.gate, raw.dt_bias}) std::fill_n(part, problem_.decay_width, 0.0);
+  std::fill_n(raw.b, std::max(dk, dv), 0.0);
+  std::fill_n(raw.skip, problem_.skip_width, 0.0);
+  raw.beta = raw.rate = 0.0;
 }
 
 void LinearRows::pull_read(const double* read, const double* dy, double* dread,
                            RawGradients& raw) const {
   const std::int64_t dv = problem_.head_dim_v;
-  std::fill_n(raw.v, dv, 0.0);
   std::copy_n(dy, dv, dread);
   switch (problem_.traits.read) {
     case ReadForm::plain:
@@ -207,15 +310,10 @@ void LinearRows::pull_read(const double* read, const double* dy, double* dread,
         d_denominator -= dread[j] * (read[j] / denominator);
       }
       const bool constant = mlstm && (problem_.detach_normalizer || !(std::fabs(sum) > floor));
-      if (constant) {
-        dread[dv] = 0.0;
-      } else {
-        dread[dv] = mlstm && sum < 0.0 ? -d_denominator : d_denominator;
-      }
+      dread[dv] = constant ? 0.0 : mlstm && sum < 0.0 ? -d_denominator : d_denominator;
       return;
     }
     case ReadForm::mamba2:
-      for (std::int64_t d = 0; d < problem_.skip_width; ++d) raw.skip[d] = 0.0;
       for (std::int64_t j = 0; j < dv; ++j) {
         const bool skips = problem_.inputs.skip.wanted;
         if (problem_.inputs.z.wanted) {
@@ -233,34 +331,100 @@ void LinearRows::pull_read(const double* read, const double* dy, double* dread,
   }
 }
 
+// ---- what passed through the engine -------------------------------------------------------------
+
 void LinearRows::pull_row(const EngineRow& gradient, RawGradients& raw) const {
   const std::int64_t dk = problem_.head_dim_k;
-  const std::int64_t dv = problem_.head_dim_v;
-  std::copy_n(gradient.q, dk, raw.q);
   std::copy_n(gradient.k, dk, raw.k);
-  for (std::int64_t j = 0; j < dv; ++j) raw.v[j] += gradient.x[j];
-
-  // A reset has no slope, whatever the state held before it.
-  const double d_log = row_.alpha[0] == 0.0 ? 0.0 : gradient.alpha[0] * row_.alpha[0];
-  raw.gate = raw.beta = raw.rate = raw.dt_bias = 0.0;
-  switch (problem_.traits.gate) {
-    case GateForm::none:
-    case GateForm::retention:
-      break;
-    case GateForm::log_decay:
-      raw.gate = d_log;
-      break;
-    case GateForm::mamba2:
-      raw.rate = d_log * time_step(gate_);
-      raw.gate = raw.dt_bias = (d_log * rate_ + gradient.write) * time_step_slope(gate_);
-      break;
-    case GateForm::mlstm:
-      raw.gate = d_log * sigmoid(-gate_);
-      break;
-  }
+  if (row_.reads) std::copy_n(gradient.q, dk, raw.q);
+  if (problem_.inputs.u.wanted) std::copy_n(gradient.u, dk, raw.u);
   if (problem_.traits.write == WriteForm::exp_gate) raw.beta = gradient.write * row_.write;
   if (problem_.traits.write == WriteForm::sigmoid_gate) {
     raw.beta = gradient.write * row_.write * sigmoid(-beta_);
+  }
+  pull_erase(gradient, raw);
+  if (decays_) pull_gate(gradient, raw);
+  if (problem_.qk_l2norm) {
+    if (row_.reads) pull_normalise(row_.q, q_norm_, dk, raw.q);
+    pull_normalise(row_.k, k_norm_, dk, raw.k);
+  }
+}
+
+void LinearRows::pull_erase(const EngineRow& gradient, RawGradients& raw) const {
+  const std::int64_t dk = problem_.head_dim_k;
+  const std::int64_t dv = problem_.head_dim_v;
+  double d_erase = 0.0;
+  switch (problem_.traits.erase) {
+    case EraseForm::none:
+      for (std::int64_t j = 0; j < dv; ++j) raw.v[j] += gradient.x[j];
+      return;
+    case EraseForm::given:
+      for (std::int64_t j = 0; j < dv; ++j) raw.v[j] += gradient.x[j];
+      std::copy_n(gradient.e, dk, raw.a);
+      std::copy_n(gradient.b, dk, raw.b);
+      return;
+    case EraseForm::channels:
+      for (std::int64_t d = 0; d < dk; ++d) {
+        raw.a[d] = gradient.e[d] * row_.k[d];
+        raw.k[d] += gradient.e[d] * a_[d];
+      }
+      for (std::int64_t j = 0; j < dv; ++j) {
+        raw.b[j] = gradient.x[j] * v_[j];
+        raw.v[j] += gradient.x[j] * b_[j];
+      }
+      return;
+    case EraseForm::keys:
+      d_erase = dot(gradient.e, row_.k, dk);
+      for (std::int64_t d = 0; d < dk; ++d) raw.k[d] += erase_ * gradient.e[d];
+      break;
+    case EraseForm::other_keys:
+      d_erase = dot(gradient.e, a_, dk);
+      for (std::int64_t d = 0; d < dk; ++d) raw.a[d] = erase_ * gradient.e[d];
+      break;
+  }
+  d_erase += dot(gradient.x, v_, dv);
+  for (std::int64_t j = 0; j < dv; ++j) raw.v[j] += erase_ * gradient.x[j];
+  raw.beta = problem_.beta_factor == 0.0 ? d_erase : d_erase * erase_ * sigmoid(-beta_);
+}
+
+void LinearRows::pull_gate(const EngineRow& gradient, RawGradients& raw) const {
+  for (std::int64_t d = 0; d < problem_.decay_width; ++d) {
+    // A reset has no slope, whatever the state held before it.
+    const double d_log = row_.alpha[d] == 0.0 ? 0.0 : gradient.alpha[d] * row_.alpha[d];
+    switch (problem_.traits.gate) {
+      case GateForm::none:
+      case GateForm::retention:
+        break;
+      case GateForm::log_decay:
+        raw.gate[d] = d_log;
+        break;
+      case GateForm::raw: {
+        const double biased = gate_[d] + dt_bias(d);
+        raw.rate += d_log * log_decay(d);
+        raw.gate[d] = raw.dt_bias[d] = -d_log * std::exp(rate_) * softplus_slope(biased);
+        break;
+      }
+      case GateForm::bounded: {
+        // The sigmoid's own slope: it stays finite where the sigmoid is 0 or 1.
+        const double biased = gate_[d] + dt_bias(d);
+        const double s = sigmoid(std::exp(rate_) * biased);
+        const double slope = d_log * problem_.lower_bound * s * (1.0 - s) * std::exp(rate_);
+        raw.rate += slope * biased;
+        raw.gate[d] = raw.dt_bias[d] = slope;
+        break;
+      }
+      case GateForm::mamba2:
+        raw.rate = d_log * time_step(gate_[d]);
+        raw.gate[d] = raw.dt_bias[d] = (d_log * rate_ + gradient.write) * time_step_slope(gate_[d]);
+        break;
+      case GateForm::mlstm:
+        raw.gate[d] = d_log * sigmoid(-gate_[d]);
+        break;
+    }
+    if (problem_.traits.keys == KeyForm::complement) {
+      raw.gate[d] -= std::exp(gate_[d]) * raw.k[d];
+      raw.k[d] = 0.0;
+    }
   }
 }
 

@@ -1,6 +1,9 @@
 // From the rows of a linear operator to the rows of its engine and from what the engine read to the
 // operator's output, with the transposed Jacobians of both: everything of docs/semantics.md section
 // 3 that is not a recurrence, one (sequence, value head) at a time, in double precision.
+//
+// A token has rows_per_token rows (gated_delta_product; 1 elsewhere): its decay is the first one's,
+// its query the last one's.
 #pragma once
 
 #include <cstddef>
@@ -10,31 +13,38 @@
 
 namespace onchip {
 
-// One row of an engine, S_t = alpha_t S_{t-1} + write k x^T, or its gradient.
+// One row of an engine, or its gradient. What an engine does not have is left alone.
 struct EngineRow {
-  double* q = nullptr;      // [dk], not scaled
+  double* q = nullptr;      // [dk], not scaled; of rows that read
   double* k = nullptr;      // [dk]
-  double* x = nullptr;      // [value_width]
-  double* alpha = nullptr;  // [1]; 1 where nothing decays
-  double write = 1.0;
+  double* x = nullptr;      // [value_width]: what is written at k
+  double* e = nullptr;      // [dk]: what is erased (delta_rule), read again (dplr)
+  double* b = nullptr;      // [dk]: where dplr writes what e read
+  double* u = nullptr;      // [dk]: bonus of the row's own write in its read
+  double* alpha = nullptr;  // [decay_width]; 1 where nothing decays
+  double write = 1.0;       // scalar_decay: factor of k x^T
+  bool reads = true;
 };
 
 // Gradients of the raw tensors' rows, before they are rounded or summed over heads.
 struct RawGradients {
-  double* q = nullptr;     // [dk]
-  double* k = nullptr;     // [dk]
-  double* v = nullptr;     // [dv]
-  double* z = nullptr;     // [dv]
-  double* skip = nullptr;  // [skip_width]
-  double gate = 0.0;
+  double* q = nullptr;        // [dk]
+  double* k = nullptr;        // [dk]
+  double* v = nullptr;        // [dv]
+  double* a = nullptr;        // [dk]
+  double* b = nullptr;        // [max(dk, dv)]
+  double* u = nullptr;        // [dk]
+  double* z = nullptr;        // [dv]
+  double* skip = nullptr;     // [skip_width]
+  double* gate = nullptr;     // [decay_width]
+  double* dt_bias = nullptr;  // [decay_width]
   double beta = 0.0;
   double rate = 0.0;
-  double dt_bias = 0.0;
 };
 
 class LinearRows {
  public:
-  // Scratch for rows of up to `tokens` tokens a sequence.
+  // Scratch for up to `tokens` tokens a sequence.
   static std::int64_t doubles(const LinearProblem& problem, std::int64_t tokens);
 
   LinearRows(const LinearProblem& problem, double* scratch, std::int64_t tokens);
@@ -42,17 +52,19 @@ class LinearRows {
   // `stabiliser`: m_0.
   void begin(const TokenRange& tokens, std::int64_t head, double stabiliser);
 
-  // Valid until the next load.
-  const EngineRow& load(std::int64_t t);
+  // Row `index` of the sequence. Valid until the next load.
+  const EngineRow& load(std::int64_t index);
 
   // m after the last token.
   double final_stabiliser() const { return stabilisers_[tokens_.length]; }
 
-  // The operator's output [dv] of the loaded row from scale S_t^T q_t [value_width].
+  // The operator's output [dv] of the loaded row, which reads, from scale S_t^T q_t [value_width].
   void finish(const double* read, double* y) const;
 
-  // Of the loaded row. `read` as in finish, `dy` the gradient of y: fills `dread` and what the raw
-  // tensors get without passing through the engine. pull_row then adds what passes through it.
+  // Of the loaded row. pull_read, where it reads: `read` as in finish, `dy` the gradient of y;
+  // fills `dread` and what the raw tensors get without passing through the engine. pull_row adds what
+  // passes through it. Both after clear.
+  void clear(RawGradients& raw) const;
   void pull_read(const double* read, const double* dy, double* dread, RawGradients& raw) const;
   void pull_row(const EngineRow& gradient, RawGradients& raw) const;
 
@@ -61,21 +73,31 @@ class LinearRows {
   double time_step_slope(double raw) const;
   double normaliser_floor() const;
   double skip(std::int64_t j) const;  // D
-  void load_gate();
+  double dt_bias(std::int64_t d) const;
+  double log_decay(std::int64_t d) const;
+  void load_decay();
   void load_write();
+  void load_erase();
+  void pull_gate(const EngineRow& gradient, RawGradients& raw) const;
+  void pull_erase(const EngineRow& gradient, RawGradients& raw) const;
 
   const LinearProblem& problem_;
   double* v_;            // [dv], raw
   double* z_;            // [dv]
+  double* a_;            // [dk], raw
+  double* b_;            // [max(dk, dv)], raw
+  double* gate_;         // [decay_width], raw
   double* stabilisers_;  // [tokens + 1]
   EngineRow row_;
   TokenRange tokens_;
   std::int64_t head_ = 0;
   std::int64_t t_ = 0;
-  double gate_ = 0.0;  // raw
-  double beta_ = 0.0;
-  double rate_ = 0.0;
-  double dt_bias_ = 0.0;
+  bool decays_ = true;   // the loaded row is its token's first
+  double beta_ = 0.0;    // raw
+  double erase_ = 1.0;   // beta as the recurrence has it
+  double rate_ = 0.0;    // A or A_log, raw
+  double q_norm_ = 1.0;  // 1 / |q|, where q and k are normalised
+  double k_norm_ = 1.0;
 };
 
 // Columns of the state that an engine carries: dv, and one more for the normaliser.

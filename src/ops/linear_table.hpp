@@ -23,8 +23,13 @@ enum class LinearShape {
   key,              // [R, Hk, dk]
   value,            // [R, Hv, dv]
   scalar,           // [R, Hv]
+  channel,          // [R, Hv, dk]
+  key_rows,         // these three: with rows_per_token rows a token
+  value_rows,       //
+  scalar_rows,      //
   scalar_or_head,   // [R, Hv], or [Hv] for all rows
   head,             // [Hv]
+  head_key,         // [Hv, dk]
   head_or_channel,  // [Hv] or [Hv, dv]
 };
 
@@ -42,6 +47,9 @@ enum LinearOptionBit : std::uint32_t {
   kTakesNormalize = 1u << 0,
   kTakesGateOptions = 1u << 1,  // gate, eps, detach_normalizer
   kTakesTimeStep = 1u << 2,     // dt_softplus, dt_min, dt_max
+  kTakesL2Norm = 1u << 3,       // qk_l2norm
+  kTakesRawGates = 1u << 4,     // lower_bound, allow_neg_eigval, with A_log
+  kTakesHouseholder = 1u << 5,  // num_householder
 };
 
 struct LinearRow {

@@ -1,6 +1,7 @@
 #include "reference/linear.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "core/linear_rows.hpp"
@@ -13,14 +14,25 @@ namespace {
 
 const LinearEngineFunctions& functions_of(const LinearProblem& problem) {
   switch (problem.traits.engine) {
+    case LinearEngine::channel_decay:
+      return kChannelDecay;
+    case LinearEngine::delta_rule:
+      return kDeltaRule;
+    case LinearEngine::dplr:
+      return kDplr;
     case LinearEngine::scalar_decay:
       break;
   }
   return kScalarDecay;
 }
 
-LinearStep step_of(const LinearProblem& problem) {
-  return {problem.head_dim_k, value_width(problem), problem.scale};
+LinearStep step_of(const LinearProblem& problem, double* scratch) {
+  return {.dk = problem.head_dim_k,
+          .width = value_width(problem),
+          .scale = problem.scale,
+          .channels = problem.traits.decay == DecayAxis::key,
+          .exclusive = problem.traits.exclusive,
+          .scratch = scratch};
 }
 
 // ---- states -------------------------------------------------------------------------------------
@@ -70,7 +82,7 @@ Layout forward_layout(const LinearProblem& problem) {
   Layout layout;
   layout.add(LinearRows::doubles(problem, problem.slot));
   layout.add(problem.head_dim_k, width, 2);
-  layout.add(width);
+  layout.add(3, width);
   layout.add(problem.head_dim_v);
   layout.finish_line();
   return layout;
@@ -88,11 +100,14 @@ class ForwardWorker {
     const double stabiliser = load_stabiliser(from, from_slot, head);
     rows_.begin(tokens, head, stabiliser);
     const LinearEngineFunctions& engine = functions_of(problem_);
-    for (std::int64_t t = 0; t < tokens.length; ++t) {
-      engine.forward(step_of(problem_), rows_.load(t), before_, now_, read_);
+    for (std::int64_t index = 0; index < tokens.length * problem_.rows_per_token; ++index) {
+      const EngineRow& row = rows_.load(index);
+      engine.forward(step_, row, before_, now_, read_);
       std::swap(before_, now_);
+      if (!row.reads) continue;
       rows_.finish(read_, y_);
-      store_row(o_, tokens.batch, tokens.begin + t, head, problem_.head_dim_v, y_);
+      store_row(o_, tokens.batch, tokens.begin + index / problem_.rows_per_token, head,
+                problem_.head_dim_v, y_);
     }
     store_state(problem_, to, from_slot, head, before_,
                 problem_.stabilised ? rows_.final_stabiliser() : 0.0);
@@ -106,7 +121,8 @@ class ForwardWorker {
         before_(scratch.take(problem.head_dim_k, value_width(problem))),
         now_(scratch.take(problem.head_dim_k, value_width(problem))),
         read_(scratch.take(value_width(problem))),
-        y_(scratch.take(problem.head_dim_v)) {}
+        y_(scratch.take(problem.head_dim_v)),
+        step_(step_of(problem, scratch.take(2, value_width(problem)))) {}
 
   const LinearProblem& problem_;
   const RowsView& o_;
@@ -115,13 +131,15 @@ class ForwardWorker {
   double* now_;
   double* read_;
   double* y_;
+  LinearStep step_;
 };
 
+// `each`: rows a token.
 void clear_slack(const LinearProblem& problem, const RowsView& rows, std::int64_t heads,
-                 std::int64_t dim) {
+                 std::int64_t dim, std::int64_t each = 1) {
   if (!rows.wanted) return;
   for_each_slack(problem, [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
+    for (std::int64_t row = begin * each; row < end * each; ++row) {
       for (std::int64_t head = 0; head < heads; ++head) store_zeros(rows, batch, row, head, dim);
     }
   });
@@ -148,10 +166,17 @@ struct ConstantSums {
       : gate(0),
         rate(gate + (problem.gate_per_head ? 1 : 0)),
         dt_bias(rate + (problem.gradients.rate.wanted ? 1 : 0)),
-        skip(dt_bias + (problem.gradients.dt_bias.wanted ? 1 : 0)),
-        width(skip + (problem.gradients.skip.wanted ? problem.skip_width : 0)) {}
+        skip(dt_bias + (problem.gradients.dt_bias.wanted ? problem.decay_width : 0)),
+        u(skip + (problem.gradients.skip.wanted ? problem.skip_width : 0)),
+        width(u + (problem.gradients.u.wanted ? problem.head_dim_k : 0)) {}
 
-  std::int64_t gate, rate, dt_bias, skip, width;
+  std::int64_t gate, rate, dt_bias, skip, u, width;
+};
+
+// What reads one key head is summed over its group of value heads before it is stored.
+struct GroupSum {
+  const RowsView* to = nullptr;
+  double* sums = nullptr;  // [rows, dk]
 };
 
 class BackwardWorker {
@@ -160,15 +185,21 @@ class BackwardWorker {
     const std::int64_t width = value_width(problem);
     const std::int64_t dk = problem.head_dim_k;
     const std::int64_t dv = problem.head_dim_v;
+    const std::int64_t rows = kept_every(problem) * problem.rows_per_token;
     Layout layout;
     layout.add(LinearRows::doubles(problem, problem.slot));
     layout.add(dk, width, kept_states(problem));
-    layout.add(dk, width, kept_every(problem) + 1);
+    layout.add(dk, width, rows + 1);
     layout.add(dk, width);
-    layout.add(kept_every(problem), width);
-    layout.add(2 * width + 2 * dk + 1);                // d_read, the engine's gradient
-    layout.add(2 * dk + 3 * dv + problem.skip_width);  // d_y and raw gradients
-    layout.add(problem.slot, dk, 2);                   // dq, dk summed over the group
+    layout.add(rows, width);
+    layout.add(4, width);  // d_read, scratch, the engine's dx
+    layout.add(5, dk);     // and its other gradients
+    layout.add(4, dk);     // raw gradients
+    layout.add(3, dv);     // and d_y
+    layout.add(std::max(dk, dv));
+    layout.add(3 * problem.decay_width + problem.skip_width);
+    layout.add(problem.slot, dk, 1 + problem.rows_per_token);  // sums over the group: q, k
+    layout.add(problem.slot, dk, 2 * problem.rows_per_token);  // a, b
     layout.finish_line();
     return layout;
   }
@@ -176,28 +207,29 @@ class BackwardWorker {
   BackwardWorker(const LinearBackwardProblem& problem, double* workspace, double* sums)
       : BackwardWorker(problem, Scratch(workspace), sums) {}
 
-  // All value heads that read one key head, so that its gradient is complete here.
+  // All value heads that read one key head, so that its gradients are complete here.
   void run(std::int64_t n, std::int64_t key_head) {
     const TokenRange tokens = problem_.tokens(n);
-    std::fill_n(dq_, tokens.length * problem_.head_dim_k, 0.0);
-    std::fill_n(dk_, tokens.length * problem_.head_dim_k, 0.0);
+    const std::int64_t dk = problem_.head_dim_k;
+    for (const GroupSum& group : groups_) {
+      std::fill_n(group.sums, tokens.length * rows_of(group) * dk, 0.0);
+    }
     const std::int64_t group = problem_.num_heads_v / problem_.num_heads_k;
     for (std::int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
       run_head(n, tokens, head);
     }
-    for (std::int64_t t = 0; t < tokens.length; ++t) {
-      const std::int64_t row = tokens.begin + t;
-      store(problem_.gradients.q, tokens.batch, row, key_head, problem_.head_dim_k,
-            dq_ + t * problem_.head_dim_k);
-      store(problem_.gradients.k, tokens.batch, row, key_head, problem_.head_dim_k,
-            dk_ + t * problem_.head_dim_k);
+    for (const GroupSum& sum : groups_) {
+      const std::int64_t each = rows_of(sum);
+      for (std::int64_t row = 0; row < tokens.length * each; ++row) {
+        store(*sum.to, tokens.batch, tokens.begin * each + row, key_head, dk, sum.sums + row * dk);
+      }
     }
   }
 
  private:
   BackwardWorker(const LinearBackwardProblem& problem, Scratch scratch, double* sums)
       : problem_(problem),
-        every_(kept_every(problem)),
+        every_(kept_every(problem) * problem.rows_per_token),
         state_size_(problem.head_dim_k * value_width(problem)),
         rows_(problem, scratch.take(LinearRows::doubles(problem, problem.slot)), problem.slot),
         kept_(scratch.take(kept_states(problem), state_size_)),
@@ -205,19 +237,33 @@ class BackwardWorker {
         d_state_(scratch.take(state_size_)),
         reads_(scratch.take(every_, value_width(problem))),
         d_read_(scratch.take(value_width(problem))),
+        step_(step_of(problem, scratch.take(2, value_width(problem)))),
         d_y_(scratch.take(problem.head_dim_v)),
-        dq_(scratch.take(problem.slot, problem.head_dim_k)),
-        dk_(scratch.take(problem.slot, problem.head_dim_k)),
         sums_(sums) {
-    gradient_.q = scratch.take(problem.head_dim_k);
-    gradient_.k = scratch.take(problem.head_dim_k);
+    const std::int64_t dk = problem.head_dim_k;
+    for (double** part : {&gradient_.q, &gradient_.k, &gradient_.e, &gradient_.b, &gradient_.u,
+                          &raw_.q, &raw_.k, &raw_.a, &raw_.u}) {
+      *part = scratch.take(dk);
+    }
     gradient_.x = scratch.take(value_width(problem));
-    gradient_.alpha = scratch.take(1);
-    raw_.q = scratch.take(problem.head_dim_k);
-    raw_.k = scratch.take(problem.head_dim_k);
+    for (double** part : {&gradient_.alpha, &raw_.gate, &raw_.dt_bias}) {
+      *part = scratch.take(problem.decay_width);
+    }
     raw_.v = scratch.take(problem.head_dim_v);
     raw_.z = scratch.take(problem.head_dim_v);
+    raw_.b = scratch.take(std::max(dk, problem.head_dim_v));
     raw_.skip = scratch.take(problem.skip_width);
+    const LinearTensors& out = problem.gradients;
+    groups_[0] = {&out.q, scratch.take(problem.slot, dk)};
+    groups_[1] = {&out.k, scratch.take(problem.slot * problem.rows_per_token, dk)};
+    // gdn2's a and b have value heads, and are stored as they come.
+    const bool shared = problem.traits.erase != EraseForm::channels;
+    groups_[2] = {shared ? &out.a : &kUnwanted, scratch.take(problem.slot, dk)};
+    groups_[3] = {shared ? &out.b : &kUnwanted, scratch.take(problem.slot, dk)};
+  }
+
+  std::int64_t rows_of(const GroupSum& group) const {
+    return group.to == &problem_.gradients.k ? problem_.rows_per_token : 1;
   }
 
   double* state(std::int64_t index) { return states_ + index * state_size_; }
@@ -225,33 +271,37 @@ class BackwardWorker {
 
   void run_head(std::int64_t n, const TokenRange& tokens, std::int64_t head) {
     const LinearEngineFunctions& engine = functions_of(problem_);
-    const LinearStep step = step_of(problem_);
+    const std::int64_t width = value_width(problem_);
+    const std::int64_t count = tokens.length * problem_.rows_per_token;
     rows_.begin(tokens, head, load_stabiliser(problem_.initial_state, n, head));
 
     double* before = state(0);
     double* now = state(1);
     load_state(problem_, problem_.initial_state, n, head, before);
-    for (std::int64_t t = 0; t < tokens.length; ++t) {
-      if (t % every_ == 0) std::copy_n(before, state_size_, kept(t / every_));
-      engine.forward(step, rows_.load(t), before, now, reads_);
+    for (std::int64_t index = 0; index < count; ++index) {
+      if (index % every_ == 0) std::copy_n(before, state_size_, kept(index / every_));
+      engine.forward(step_, rows_.load(index), before, now, reads_);
       std::swap(before, now);
     }
 
     load_state(problem_, problem_.d_final_state, n, head, d_state_);
-    for (std::int64_t begin = (tokens.length - 1) / every_ * every_;
-         begin >= 0 && tokens.length > 0; begin -= every_) {
-      const std::int64_t count = std::min(every_, tokens.length - begin);
-      std::copy_n(kept(begin / every_), state_size_, state(0));
-      for (std::int64_t i = 0; i < count; ++i) {
-        engine.forward(step, rows_.load(begin + i), state(i), state(i + 1),
-                       reads_ + i * step.width);
+    const std::int64_t chunks = (count + every_ - 1) / every_;
+    for (std::int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+      const std::int64_t begin = chunk * every_;
+      const std::int64_t rows = std::min(every_, count - begin);
+      std::copy_n(kept(chunk), state_size_, state(0));
+      for (std::int64_t i = 0; i < rows; ++i) {
+        engine.forward(step_, rows_.load(begin + i), state(i), state(i + 1), reads_ + i * width);
       }
-      for (std::int64_t i = count - 1; i >= 0; --i) {
+      for (std::int64_t i = rows - 1; i >= 0; --i) {
         const EngineRow& row = rows_.load(begin + i);
-        load_row(problem_.d_o, tokens.batch, tokens.begin + begin + i, head, problem_.head_dim_v,
-                 d_y_);
-        rows_.pull_read(reads_ + i * step.width, d_y_, d_read_, raw_);
-        engine.reverse(step, row, state(i), state(i + 1), d_read_, d_state_, gradient_);
+        rows_.clear(raw_);
+        if (row.reads) {
+          const std::int64_t token = tokens.begin + (begin + i) / problem_.rows_per_token;
+          load_row(problem_.d_o, tokens.batch, token, head, problem_.head_dim_v, d_y_);
+          rows_.pull_read(reads_ + i * width, d_y_, d_read_, raw_);
+        }
+        engine.reverse(step_, row, state(i), state(i + 1), d_read_, d_state_, gradient_);
         rows_.pull_row(gradient_, raw_);
         emit(n, tokens, begin + i, head);
       }
@@ -259,29 +309,42 @@ class BackwardWorker {
     store_initial_gradient(n, head);
   }
 
-  void emit(std::int64_t n, const TokenRange& tokens, std::int64_t t, std::int64_t head) {
+  // `index`: of the row in its sequence.
+  void emit(std::int64_t n, const TokenRange& tokens, std::int64_t index, std::int64_t head) {
     const LinearTensors& out = problem_.gradients;
-    const std::int64_t row = tokens.begin + t;
+    const std::int64_t each = problem_.rows_per_token;
     const std::int64_t dk = problem_.head_dim_k;
-    for (std::int64_t d = 0; d < dk; ++d) {
-      dq_[t * dk + d] += raw_.q[d];
-      dk_[t * dk + d] += raw_.k[d];
+    const std::int64_t dv = problem_.head_dim_v;
+    const std::int64_t token = tokens.begin + index / each;
+    const std::int64_t row = tokens.begin * each + index;
+    const double* parts[] = {raw_.q, raw_.k, raw_.a, raw_.b};
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      if (!groups_[g].to->wanted) continue;
+      double* sum = groups_[g].sums + (rows_of(groups_[g]) == each ? index : index / each) * dk;
+      for (std::int64_t d = 0; d < dk; ++d) sum[d] += parts[g][d];
     }
-    store(out.v, tokens.batch, row, head, problem_.head_dim_v, raw_.v);
-    store(out.z, tokens.batch, row, head, problem_.head_dim_v, raw_.z);
+    if (problem_.traits.erase == EraseForm::channels) {
+      store(out.a, tokens.batch, row, head, dk, raw_.a);
+      store(out.b, tokens.batch, row, head, dv, raw_.b);
+    }
+    store(out.v, tokens.batch, row, head, dv, raw_.v);
+    store(out.z, tokens.batch, row, head, dv, raw_.z);
     store(out.beta, tokens.batch, row, head, 1, &raw_.beta);
     const ConstantSums at(problem_);
     double* sums = sums_ + (n * problem_.num_heads_v + head) * at.width;
     if (problem_.gate_per_head) {
-      sums[at.gate] += raw_.gate;
-    } else {
-      store(out.gate, tokens.batch, row, head, 1, &raw_.gate);
+      sums[at.gate] += raw_.gate[0];
+    } else if (index % each == 0) {
+      store(out.gate, tokens.batch, token, head, problem_.decay_width, raw_.gate);
     }
     if (out.rate.wanted) sums[at.rate] += raw_.rate;
-    if (out.dt_bias.wanted) sums[at.dt_bias] += raw_.dt_bias;
-    if (out.skip.wanted) {
-      for (std::int64_t d = 0; d < problem_.skip_width; ++d) sums[at.skip + d] += raw_.skip[d];
-    }
+    add(out.dt_bias, raw_.dt_bias, problem_.decay_width, sums + at.dt_bias);
+    add(out.skip, raw_.skip, problem_.skip_width, sums + at.skip);
+    add(out.u, raw_.u, dk, sums + at.u);
+  }
+
+  static void add(const RowsView& to, const double* from, std::int64_t count, double* sums) {
+    for (std::int64_t d = 0; to.wanted && d < count; ++d) sums[d] += from[d];
   }
 
   static void store(const RowsView& rows, std::int64_t batch, std::int64_t row, std::int64_t head,
@@ -299,8 +362,10 @@ class BackwardWorker {
     store_state(problem_, problem_.dinitial_state, n, head, d_state_, d_stabiliser);
   }
 
+  static constexpr RowsView kUnwanted{};
+
   const LinearBackwardProblem& problem_;
-  std::int64_t every_;
+  std::int64_t every_;  // rows between kept states
   std::int64_t state_size_;
   LinearRows rows_;
   double* kept_;
@@ -308,9 +373,9 @@ class BackwardWorker {
   double* d_state_;
   double* reads_;
   double* d_read_;
+  LinearStep step_;
   double* d_y_;
-  double* dq_;
-  double* dk_;
+  std::array<GroupSum, 4> groups_;
   EngineRow gradient_;
   RawGradients raw_;
   double* sums_;
@@ -382,14 +447,23 @@ void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& p
   const ConstantSums at(problem);
   if (problem.gate_per_head) store_constant(problem, out.gate, sums, at.gate, 1, at.width);
   store_constant(problem, out.rate, sums, at.rate, 1, at.width);
-  store_constant(problem, out.dt_bias, sums, at.dt_bias, 1, at.width);
+  store_constant(problem, out.dt_bias, sums, at.dt_bias, problem.decay_width, at.width);
   store_constant(problem, out.skip, sums, at.skip, problem.skip_width, at.width);
-  clear_slack(problem, out.q, problem.num_heads_k, problem.head_dim_k);
-  clear_slack(problem, out.k, problem.num_heads_k, problem.head_dim_k);
-  clear_slack(problem, out.v, problem.num_heads_v, problem.head_dim_v);
-  clear_slack(problem, out.z, problem.num_heads_v, problem.head_dim_v);
-  clear_slack(problem, out.beta, problem.num_heads_v, 1);
-  if (!problem.gate_per_head) clear_slack(problem, out.gate, problem.num_heads_v, 1);
+  store_constant(problem, out.u, sums, at.u, problem.head_dim_k, at.width);
+  const std::int64_t hk = problem.num_heads_k;
+  const std::int64_t hv = problem.num_heads_v;
+  const std::int64_t dk = problem.head_dim_k;
+  const std::int64_t dv = problem.head_dim_v;
+  const std::int64_t each = problem.rows_per_token;
+  const bool channels = problem.traits.erase == EraseForm::channels;
+  clear_slack(problem, out.q, hk, dk);
+  clear_slack(problem, out.k, hk, dk, each);
+  clear_slack(problem, out.v, hv, dv, each);
+  clear_slack(problem, out.beta, hv, 1, each);
+  clear_slack(problem, out.a, channels ? hv : hk, dk);
+  clear_slack(problem, out.b, channels ? hv : hk, channels ? dv : dk);
+  clear_slack(problem, out.z, hv, dv);
+  if (!problem.gate_per_head) clear_slack(problem, out.gate, hv, problem.decay_width);
 }
 
 PlanResult plan_linear_step(const LinearStepProblem& problem) {

@@ -9,24 +9,35 @@
 
 namespace onchip::reference {
 
-// States are row-major [dk, value_width].
+// States are row-major [dk, width].
 struct LinearStep {
   std::int64_t dk = 0;
   std::int64_t width = 0;
   double scale = 1.0;
+  bool channels = false;      // alpha has dk numbers, not one
+  bool exclusive = false;     // what LinearTraits says
+  double* scratch = nullptr;  // [2 width]
+
+  double alpha(const EngineRow& row, std::int64_t i) const { return row.alpha[channels ? i : 0]; }
 };
 
+// A reset forgets even a state that is not finite.
+inline double decayed(double alpha, double value) { return alpha == 0.0 ? 0.0 : alpha * value; }
+
 struct LinearEngineFunctions {
-  // now = S_t from before = S_{t-1}; read [width] = what the row reads.
+  // now = S_t from before = S_{t-1}; where the row reads, read [width] is what.
   void (*forward)(const LinearStep& step, const EngineRow& row, const double* before, double* now,
                   double* read);
 
-  // `d_state` is the gradient of S_t on entry, of S_{t-1} on return; d_read that of `read`. Fills
-  // `gradient`.
+  // `d_state` is the gradient of S_t on entry, of S_{t-1} on return; d_read that of `read`, where
+  // the row reads. Fills `gradient`.
   void (*reverse)(const LinearStep& step, const EngineRow& row, const double* before,
                   const double* now, const double* d_read, double* d_state, EngineRow& gradient);
 };
 
 extern const LinearEngineFunctions kScalarDecay;
+extern const LinearEngineFunctions kChannelDecay;
+extern const LinearEngineFunctions kDeltaRule;
+extern const LinearEngineFunctions kDplr;
 
 }  // namespace onchip::reference

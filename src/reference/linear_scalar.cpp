@@ -20,8 +20,7 @@ void forward(const LinearStep& step, const EngineRow& row, const double* before,
     const double written = row.write * row.k[i];
     const double weight = step.scale * row.q[i];
     for (std::int64_t j = 0; j < step.width; ++j) {
-      // A reset forgets even a state that is not finite.
-      to[j] = (alpha == 0.0 ? 0.0 : alpha * from[j]) + written * row.x[j];
+      to[j] = decayed(alpha, from[j]) + written * row.x[j];
       read[j] += weight * to[j];
     }
   }
@@ -43,7 +42,7 @@ void reverse(const LinearStep& step, const EngineRow& row, const double* before,
       d_k += d * row.x[j];
       gradient.x[j] += row.write * row.k[i] * d;
       if (alpha != 0.0) d_alpha += before[at + j] * d;
-      d_state[at + j] = alpha == 0.0 ? 0.0 : alpha * d;
+      d_state[at + j] = decayed(alpha, d);
     }
     gradient.q[i] = step.scale * d_q;
     gradient.k[i] = row.write * d_k;

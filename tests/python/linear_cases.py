@@ -11,12 +11,15 @@ from harness import BFLOAT16
 
 import onchip
 from onchip.oracle import linear_compare
-from onchip.oracle.linear_cases import TENSORS
+from onchip.oracle.linear_cases import SHORT_KEYS, TENSORS
 from onchip.oracle.linear_compare import parts_of
 
 # Each is forced by name, for the operators that it takes; None: all.
 BACKENDS: Mapping = {"reference": None}
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
+
+CONSTANT_SHAPES = ("head", "head_value", "head_key")
+KEYWORDS = ("D", "z", "A_log", "dt_bias")  # never positional
 
 
 class Variant(NamedTuple):
@@ -34,6 +37,11 @@ class Variant(NamedTuple):
             for name, shape in TENSORS[self.op].items()
             if name not in self.without
         }
+
+    @property
+    def each(self):
+        """Rows a token of k, v and beta."""
+        return self.options.get("num_householder", 1)
 
     def layout(self, options):
         return options.get("state_layout", "vk" if self.op == "mamba2" else "kv")
@@ -55,6 +63,29 @@ VARIANTS = [
     Variant("mlstm", "exp_eps", dict(eps=0.25), parts=3),
     Variant("mlstm", "sigmoid", dict(gate="sigmoid")),
     Variant("mlstm", "sigmoid_normalised", dict(gate="sigmoid", normalize=True, eps=0.1), parts=2),
+    Variant("gla", "plain"),
+    Variant("rwkv6", "plain"),
+    Variant("hgrn2", "plain"),
+    Variant("delta_rule", "plain"),
+    Variant("delta_rule", "l2norm", dict(qk_l2norm=True)),
+    Variant("gated_delta_rule", "plain", without=("A_log", "dt_bias")),
+    Variant("gated_delta_rule", "no_decay", without=("log_decay", "A_log", "dt_bias")),
+    Variant("gated_delta_rule", "head", without=("A_log", "dt_bias"), shapes={"log_decay": "head"}),
+    Variant("gated_delta_rule", "raw", dict(qk_l2norm=True)),
+    Variant("gated_delta_rule", "raw_negative", dict(allow_neg_eigval=True), without=("dt_bias",)),
+    Variant("gated_delta_rule", "bounded", dict(lower_bound=-5.0, qk_l2norm=True)),
+    Variant("kda", "plain", dict(qk_l2norm=True), without=("A_log", "dt_bias")),
+    Variant("kda", "raw", dict(allow_neg_eigval=True)),
+    Variant("kda", "bounded", dict(lower_bound=-5.0, qk_l2norm=True)),
+    Variant("comba", "plain"),
+    Variant("comba", "no_decay", dict(qk_l2norm=True), without=("log_decay",)),
+    Variant("gdn2", "plain"),
+    Variant("gdn2", "l2norm", dict(qk_l2norm=True)),
+    Variant("gated_delta_product", "one", dict(num_householder=1)),
+    Variant("gated_delta_product", "two", dict(num_householder=2, qk_l2norm=True)),
+    Variant("gated_delta_product", "three", dict(num_householder=3), without=("log_decay",)),
+    Variant("rwkv7", "plain"),
+    Variant("iplr", "plain"),
 ]
 
 
@@ -99,21 +130,36 @@ class Sizes(NamedTuple):
     dv: int = 2
 
 
-def _shape(kind, s, lead):
-    heads = {
+def _shape(kind, s, lead, each, is_step):
+    rows = {
         "key": (s.heads_k, s.dk),
         "value": (s.heads_v, s.dv),
         "scalar": (s.heads_v,),
+        "channel": (s.heads_v, s.dk),
     }
-    if kind in heads:
-        return (*lead, *heads[kind])
-    return {"head": (s.heads_v,), "head_value": (s.heads_v, s.dv)}[kind]
+    if kind.endswith("_rows"):
+        lead = (*lead, each) if is_step else (*lead[:-1], lead[-1] * each)
+        kind = kind.removesuffix("_rows")
+    if kind in rows:
+        return (*lead, *rows[kind])
+    heads = {"head": (), "head_value": (s.dv,), "head_key": (s.dk,)}
+    return (s.heads_v, *heads[kind])
 
 
 def _values(rng, variant, name, shape):
+    """Keys of length about 1/2 and gates in their range: no recurrence grows."""
     x = rng.standard_normal(shape)
-    if name == "log_decay":
+    raw = "A_log" in variant.tensors()
+    if name == "log_decay" and not raw:
         return -np.abs(x) * 0.5
+    if name == "beta" and not raw:
+        return 1 / (1 + np.exp(-x))
+    if name == "b" and variant.op == "gdn2":
+        return 1 / (1 + np.exp(-x))
+    if name in ("k", "p", "a", "b") and variant.op in SHORT_KEYS:
+        return 0.5 * x / np.sqrt(max(shape[-1], 1))
+    if name == "A_log":
+        return 0.3 * x
     if name == "A":
         return -np.exp(0.5 * x)
     if name == "f":
@@ -123,12 +169,14 @@ def _values(rng, variant, name, shape):
     return x
 
 
-def draw(rng, variant, sizes=None, dtype=np.float64, lead=None):
-    """Tensors by name, rounded to the dtype; constants and gates too. `lead`: the rows' axes."""
+def draw(rng, variant, sizes=None, dtype=np.float64, lead=None, is_step=False):
+    """Tensors by name, rounded to the dtype; constants and gates too. `lead`: the tokens' axes."""
     s = sizes or Sizes()
     lead = (s.batch, s.length) if lead is None else lead
     return {
-        name: _values(rng, variant, name, _shape(kind, s, lead)).astype(dtype)
+        name: _values(rng, variant, name, _shape(kind, s, lead, variant.each, is_step)).astype(
+            dtype
+        )
         for name, kind in variant.tensors().items()
     }
 
@@ -147,9 +195,8 @@ def draw_state(rng, variant, sizes, count, dtype=np.float64, layout="kv"):
 
 def _split(variant, tensors):
     """Positional tensors (None for those left out) and keyword-only ones."""
-    keyword = ("D", "z", "dt_bias") if variant.op == "mamba2" else ()
-    positional = [tensors.get(name) for name in TENSORS[variant.op] if name not in keyword]
-    return positional, {name: tensors[name] for name in keyword if name in tensors}
+    positional = [tensors.get(name) for name in TENSORS[variant.op] if name not in KEYWORDS]
+    return positional, {name: tensors[name] for name in KEYWORDS if name in tensors}
 
 
 def forward(backend, variant, tensors, **options):
@@ -170,8 +217,12 @@ def step(backend, variant, tensors, **options):
     return function(*positional, **keyword, **variant.options, **options, backend=backend)
 
 
-def output_like(variant, tensors):
-    return tensors["x" if variant.op == "mamba2" else "v"]
+def output_shape(variant, tensors):
+    return linear_compare.output_shape(tensors)
+
+
+def dtype_of(variant, tensors):
+    return tensors["x" if variant.op == "mamba2" else "v"].dtype
 
 
 def d_final_of(rng, variant, final):
@@ -183,15 +234,41 @@ def d_final_of(rng, variant, final):
 
 
 def rows_of(variant, tensors):
-    """Names of the tensors that have a row a token."""
+    """Names of the tensors that have a row a token, or several."""
     kinds = variant.tensors()
-    return [name for name in tensors if kinds[name] not in ("head", "head_value")]
+    return [name for name in tensors if kinds[name] not in CONSTANT_SHAPES]
 
 
 def with_rows(variant, tensors, change):
     """The same call with every tensor of rows changed."""
     rows = rows_of(variant, tensors)
     return {name: change(x) if name in rows else x for name, x in tensors.items()}
+
+
+def with_tokens(variant, tensors, begin, end, axis=1):
+    """The same call on tokens begin to end."""
+    kinds = variant.tensors()
+
+    def cut(name, x):
+        each = variant.each if kinds[name].endswith("_rows") else 1
+        span = slice(begin * each, end * each)
+        return x[(slice(None),) * axis + (span,)]
+
+    rows = rows_of(variant, tensors)
+    return {name: cut(name, x) if name in rows else x for name, x in tensors.items()}
+
+
+def token(variant, tensors, t):
+    """The tensors of a step: token t without its axis."""
+    kinds = variant.tensors()
+
+    def take(name, x):
+        if not kinds[name].endswith("_rows"):
+            return x[:, t]
+        return x[:, t * variant.each : (t + 1) * variant.each]
+
+    rows = rows_of(variant, tensors)
+    return {name: take(name, x) if name in rows else x for name, x in tensors.items()}
 
 
 def exact(x):
@@ -234,5 +311,5 @@ def check_backward(backend, variant, d_o, tensors, *, initial_state=None, **opti
         d_final_state=exact_state(d_final),
         **options,
     )
-    linear_compare.judge_gradients(got, want, tensors, output_like(variant, tensors).dtype)
+    linear_compare.judge_gradients(got, want, tensors, dtype_of(variant, tensors))
     return got

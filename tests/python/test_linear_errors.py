@@ -3,7 +3,18 @@ wanted, on every backend alike, before anything is written."""
 
 import numpy as np
 import pytest
-from linear_cases import BACKENDS, VARIANTS, Sizes, draw, draw_state, forward, step, variant_id
+from linear_cases import (
+    BACKENDS,
+    KEYWORDS,
+    TENSORS,
+    VARIANTS,
+    Sizes,
+    draw,
+    draw_state,
+    forward,
+    step,
+    variant_id,
+)
 
 import onchip
 
@@ -211,10 +222,8 @@ def test_arguments_an_operator_does_not_have(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 def test_explain_names_the_backends(variant):
-    tensors = dict.fromkeys(("D", "z", "dt_bias")) | base(variant)
-    tensors = {name: x for name, x in tensors.items() if x is not None}
-    for missing in ("log_decay",) if variant.id == "no_decay" else ():
-        tensors[missing] = None
+    positional = [name for name in TENSORS[variant.op] if name not in KEYWORDS]
+    tensors = dict.fromkeys(positional) | base(variant)
     text = onchip.explain(f"{variant.op}_forward", **tensors, **variant.options)
     assert text.startswith(f"{variant.op}_forward: ") and "\n  reference: " in text
     specs = {

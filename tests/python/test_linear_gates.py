@@ -10,6 +10,7 @@ from linear_cases import (
     Sizes,
     Variant,
     backward,
+    call_id,
     calls_of,
     calls_with,
     check_backward,
@@ -17,17 +18,23 @@ from linear_cases import (
     draw,
     draw_state,
     forward,
-    output_like,
+    with_tokens,
 )
 
 import onchip
 from onchip.oracle import compare
 
-GIVEN_DECAY = [v for v in VARIANTS if "log_decay" in v.tensors()]
-decayed = pytest.mark.parametrize(
+GIVEN_DECAY = [v for v in VARIANTS if "log_decay" in v.tensors() and "A_log" not in v.tensors()]
+decayed = pytest.mark.parametrize(("on", "variant"), calls_of(GIVEN_DECAY), ids=call_id)
+# A decay a token, and nothing that reads the state before it.
+cut_by_resets = pytest.mark.parametrize(
     ("on", "variant"),
-    calls_of(GIVEN_DECAY),
-    ids=lambda value: value if isinstance(value, str) else f"{value.op}-{value.id}",
+    calls_of(
+        v
+        for v in GIVEN_DECAY
+        if v.tensors()["log_decay"] != "head" and v.op not in ("rwkv6", "comba", "rwkv7")
+    ),
+    ids=call_id,
 )
 
 SIZES = Sizes(batch=1, length=70, heads_k=2, heads_v=2, dk=8, dv=4)
@@ -61,11 +68,9 @@ def test_strong_and_mixed_decay(on, variant, values, dtype):
     run_both_ways(on, variant, tensors, dtype)
 
 
-@decayed
+@cut_by_resets
 def test_a_reset_cuts_exactly(on, variant):
     """Nothing before a token whose log_decay is below -104 reaches it, whatever it was."""
-    if len(variant.tensors()["log_decay"]) == 4:  # a number a head has no place in the sequence
-        return
     rng = np.random.default_rng(2)
     tensors = draw(rng, variant, SIZES)
     for value in (-104.5, -1e4, -np.inf):
@@ -73,32 +78,31 @@ def test_a_reset_cuts_exactly(on, variant):
         cut = {name: x.copy() for name, x in tensors.items()}
         cut["log_decay"][:, at] = value
         o, _ = forward(on, variant, cut)
-        late = {name: x[:, at:] for name, x in cut.items()}
+        late = with_tokens(variant, cut, at, SIZES.length)
         want, _ = forward(on, variant, late)
         np.testing.assert_allclose(o[:, at:], want, rtol=1e-12, atol=1e-13)
         d_o = rng.standard_normal(o.shape)
         d_o[:, :at] = 0
         got = backward(on, variant, d_o, cut)
-        for name in cut:
-            assert not getattr(got, "d" + name)[:, :at].any(), name
-    # At -104 itself the past still counts: 1e30 of it does not vanish.
+        gradients = {name: getattr(got, "d" + name) for name in cut}
+        for name, early in with_tokens(variant, gradients, 0, at).items():
+            assert not early.any(), name
+    # At -104 itself the past still counts.
     cut["log_decay"][:, at] = -104.0
-    cut["v"][:, at - 1] = 1e50
+    cut["v"][:, at * variant.each - 1] = 1e60
     o, _ = forward(on, variant, cut)
     assert np.abs(o[:, at]).max() > 1e3
 
 
-@decayed
+@cut_by_resets
 def test_a_state_that_is_not_finite_ends_at_a_reset(on, variant):
-    if len(variant.tensors()["log_decay"]) == 4:
-        return
     rng = np.random.default_rng(3)
     tensors = draw(rng, variant, SIZES)
     tensors["v"][:, 3] = np.inf
     tensors["log_decay"][:, 9] = -np.inf
     o, final = forward(on, variant, tensors, output_final_state=True)
     assert not np.isfinite(o[:, 5]).any()
-    late = {name: x[:, 9:] for name, x in tensors.items()}
+    late = with_tokens(variant, tensors, 9, SIZES.length)
     want, want_final = forward(on, variant, late, output_final_state=True)
     compare.assert_bitwise("o", o[:, 9:], want)
     compare.assert_bitwise("final", final, want_final)
@@ -120,10 +124,10 @@ def test_small_growth_follows_the_recurrence(on, variant):
     forward(on, variant, tensors, check=True)
 
 
-@decayed
+@cut_by_resets
 def test_the_first_decay_meets_nothing(on, variant):
     """Without an initial state, what the first token's decay multiplies is 0."""
-    if len(variant.tensors()["log_decay"]) == 4:
+    if variant.op == "hgrn2":  # its keys come from the decay
         return
     rng = np.random.default_rng(5)
     tensors = draw(rng, variant, SIZES._replace(length=4))
@@ -227,4 +231,3 @@ def test_left_padding_changes_nothing(on, variant):
     got, got_final = forward(on, variant, padded, output_final_state=True)
     compare.assert_bitwise("o", got[:, 7:], o)
     compare.assert_bitwise("final", got_final, final)
-    assert output_like(variant, padded).shape[1] == SIZES.length + 7

@@ -12,7 +12,7 @@ from linear_cases import (
     draw,
     draw_state,
     forward,
-    output_like,
+    output_shape,
     parts_of,
     variant_id,
 )
@@ -157,7 +157,7 @@ def test_a_detached_denominator_is_a_constant(variant):
     attached = variant._replace(options=rest)
     rng = np.random.default_rng(3)
     tensors = draw(rng, variant)
-    d_o = rng.standard_normal(output_like(variant, tensors).shape)
+    d_o = rng.standard_normal(output_shape(variant, tensors))
     detached = backward("reference", variant, d_o, tensors)
     exact = backward("reference", attached, d_o, tensors)
     assert np.abs(detached.dk - exact.dk).max() > 1e-3
@@ -170,7 +170,7 @@ def check_detached(variant):
     sizes = Sizes(length=4)
     tensors = draw(rng, variant, sizes)
     own = {k: v for k, v in variant.options.items() if k != "detach_normalizer"}
-    d_o = rng.standard_normal(output_like(variant, tensors).shape)
+    d_o = rng.standard_normal(output_shape(variant, tensors))
     got = backward("reference", variant, d_o, tensors)
     constants = {}
     if variant.parts == 3:

@@ -29,18 +29,18 @@ def _mlstm_parts(options: Arguments) -> int:
     return 2 if options.get("normalize") else 1
 
 
+_QKV = {"q": "q", "k": "k", "v": "v"}
+_GATED = {**_QKV, "log_decay": "gate"}
+_DELTA = {**_GATED, "beta": "beta"}
+
 LINEAR_ATTENTION = Row(
     "linear_attention",
-    {"q": "q", "k": "k", "v": "v"},
+    _QKV,
     state_parts=lambda options: 2 if options.get("normalize") else 1,
 )
-RETENTION = Row("retention", {"q": "q", "k": "k", "v": "v"})
-LIGHTNING_ATTENTION = Row(
-    "lightning_attention", {"q": "q", "k": "k", "v": "v", "log_decay": "gate"}
-)
-SIMPLE_GLA = Row(
-    "simple_gla", {"q": "q", "k": "k", "v": "v", "log_decay": "gate"}, optional=("log_decay",)
-)
+RETENTION = Row("retention", _QKV)
+LIGHTNING_ATTENTION = Row("lightning_attention", _GATED)
+SIMPLE_GLA = Row("simple_gla", _GATED, optional=("log_decay",))
 MAMBA2 = Row(
     "mamba2",
     {
@@ -58,11 +58,45 @@ MAMBA2 = Row(
 )
 MLSTM = Row(
     "mlstm",
-    {"q": "q", "k": "k", "v": "v", "i": "beta", "f": "gate"},
+    {**_QKV, "i": "beta", "f": "gate"},
     state_parts=_mlstm_parts,
 )
 
-ROWS = (LINEAR_ATTENTION, RETENTION, LIGHTNING_ATTENTION, SIMPLE_GLA, MAMBA2, MLSTM)
+GLA = Row("gla", _GATED)
+RWKV6 = Row("rwkv6", {"r": "q", "k": "k", "v": "v", "log_decay": "gate", "u": "u"})
+HGRN2 = Row("hgrn2", {"q": "q", "v": "v", "log_decay": "gate"})
+DELTA_RULE = Row("delta_rule", {**_QKV, "beta": "beta"})
+GATED_DELTA_RULE = Row(
+    "gated_delta_rule",
+    {**_DELTA, "A_log": "A", "dt_bias": "dt_bias"},
+    optional=("log_decay", "A_log", "dt_bias"),
+)
+KDA = Row("kda", {**_DELTA, "A_log": "A", "dt_bias": "dt_bias"}, optional=("A_log", "dt_bias"))
+COMBA = Row("comba", {**_QKV, "p": "a", "log_decay": "gate", "beta": "beta"}, ("log_decay",))
+GDN2 = Row("gdn2", {**_GATED, "b": "a", "w": "b"})
+GATED_DELTA_PRODUCT = Row("gated_delta_product", _DELTA, optional=("log_decay",))
+RWKV7 = Row("rwkv7", {"r": "q", "log_decay": "gate", "k": "k", "v": "v", "a": "a", "b": "b"})
+IPLR = Row("iplr", {**_QKV, "a": "a", "b": "b"})
+
+ROWS = (
+    LINEAR_ATTENTION,
+    RETENTION,
+    LIGHTNING_ATTENTION,
+    SIMPLE_GLA,
+    MAMBA2,
+    MLSTM,
+    GLA,
+    RWKV6,
+    HGRN2,
+    DELTA_RULE,
+    GATED_DELTA_RULE,
+    KDA,
+    COMBA,
+    GDN2,
+    GATED_DELTA_PRODUCT,
+    RWKV7,
+    IPLR,
+)
 
 
 def _part_names(state: str) -> list[str]:
@@ -127,9 +161,12 @@ class _Shapes(NamedTuple):
         named = zip(_part_names("final_state")[:parts], shapes[:parts], strict=True)
         return [Output(name, shape, dtype) for name, shape in named]
 
-    def forward(self, views: Views) -> list[Output]:
+    def o(self, views: Views) -> Output:
         q, v = views[self.row.named("q")], views[self.row.named("v")]
-        outputs = [Output("o", v.shape, q.dtype)]
+        return Output("o", (*q.shape[:-2], *v.shape[-2:]), q.dtype)
+
+    def forward(self, views: Views) -> list[Output]:
+        outputs = [self.o(views)]
         if self.options.get("output_final_state"):
             outputs += self.final_state(views)
         return outputs
@@ -144,7 +181,7 @@ class _Shapes(NamedTuple):
         ]
 
     def step(self, views: Views) -> list[Output]:
-        return [Output("o", views[self.row.named("v")].shape, views[self.row.named("q")].dtype)]
+        return [self.o(views)]
 
 
 _STATES = {

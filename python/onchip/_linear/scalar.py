@@ -120,8 +120,8 @@ def linear_attention_step(
 ) -> ArrayT:
     """One token of `linear_attention_forward` for each sequence of a batch, for decoding.
 
-    The tensors have no time axis; state is a pool, read and written in place (see
-    onchip.ops), a tuple where it has several parts. Returns o, shaped and typed as v.
+    The tensors have no time axis; state is a pool, read and written in place (see onchip.ops), a
+    tuple where it has several parts. Returns o, shaped and typed as v.
     """
     o: ArrayT = calls.step(calls.LINEAR_ATTENTION, locals())
     return o
@@ -212,8 +212,8 @@ def retention_step(
 ) -> ArrayT:
     """One token of `retention_forward` for each sequence of a batch, for decoding.
 
-    The tensors have no time axis; state is a pool, read and written in place (see
-    onchip.ops). Returns o, shaped and typed as v.
+    The tensors have no time axis; state is a pool, read and written in place (see onchip.ops).
+    Returns o, shaped and typed as v.
     """
     o: ArrayT = calls.step(calls.RETENTION, locals())
     return o
@@ -308,8 +308,8 @@ def lightning_attention_step(
 ) -> ArrayT:
     """One token of `lightning_attention_forward` for each sequence of a batch, for decoding.
 
-    The tensors have no time axis; state is a pool, read and written in place (see
-    onchip.ops). Returns o, shaped and typed as v.
+    The tensors have no time axis; state is a pool, read and written in place (see onchip.ops).
+    Returns o, shaped and typed as v.
     """
     o: ArrayT = calls.step(calls.LIGHTNING_ATTENTION, locals())
     return o
@@ -405,8 +405,8 @@ def simple_gla_step(
 ) -> ArrayT:
     """One token of `simple_gla_forward` for each sequence of a batch, for decoding.
 
-    The tensors have no time axis; state is a pool, read and written in place (see
-    onchip.ops). Returns o, shaped and typed as v.
+    The tensors have no time axis; state is a pool, read and written in place (see onchip.ops).
+    Returns o, shaped and typed as v.
     """
     o: ArrayT = calls.step(calls.SIMPLE_GLA, locals())
     return o

@@ -141,8 +141,8 @@ def mamba2_step(
 ) -> ArrayT:
     """One token of `mamba2_forward` for each sequence of a batch, for decoding.
 
-    The tensors have no time axis; state is a pool, read and written in place (see
-    onchip.ops). Returns o, shaped and typed as x.
+    The tensors have no time axis; state is a pool, read and written in place (see onchip.ops).
+    Returns o, shaped and typed as x.
     """
     o: ArrayT = calls.step(calls.MAMBA2, locals())
     return o
@@ -265,8 +265,8 @@ def mlstm_step(
 ) -> ArrayT:
     """One token of `mlstm_forward` for each sequence of a batch, for decoding.
 
-    The tensors have no time axis; state is a pool, read and written in place (see
-    onchip.ops), a tuple where it has several parts. Returns o, shaped and typed as v.
+    The tensors have no time axis; state is a pool, read and written in place (see onchip.ops), a
+    tuple where it has several parts. Returns o, shaped and typed as v.
     """
     o: ArrayT = calls.step(calls.MLSTM, locals())
     return o

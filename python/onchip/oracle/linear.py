@@ -170,8 +170,183 @@ def mlstm(
     return h, (c, n) if normalize else (c,)
 
 
+def gla(q, k, v, log_decay, *, scale=None, state=None):
+    """Yang et al. 2024, the recurrent form."""
+    scale, q, k = _scale(scale, q), _heads(q, v), _heads(k, v)
+    s = _zeros(state, q, v)
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        s = _decay(log_decay[t])[:, :, None] * s + _outer(k[t], v[t])
+        o[t] = _read(s, q[t], scale)
+    return o, (s,)
+
+
+def rwkv6(r, k, v, log_decay, u, *, scale=None, state=None):
+    """Peng et al. 2024: the state is read before it decays, with u for the token itself."""
+    scale, r, k = _scale(scale, r), _heads(r, v), _heads(k, v)
+    s = _zeros(state, r, v)
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        kv = _outer(k[t], v[t])
+        o[t] = _read(s + u[:, :, None] * kv, r[t], scale)
+        s = _decay(log_decay[t])[:, :, None] * s + kv
+    return o, (s,)
+
+
+def hgrn2(q, v, log_decay, *, scale=None, state=None):
+    """Qin et al. 2024: the forget gate's rest is the key."""
+    return gla(q, 1 - np.exp(log_decay), v, log_decay, scale=scale, state=state)
+
+
+def _unit(x):
+    """Of length 1, but for the eps."""
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + x.dtype.type(1e-6))
+
+
+def _gates(log_decay, beta, A_log, dt_bias, lower_bound, allow_neg_eigval):
+    """The published layers' gates from their raw inputs."""
+    if A_log is None:
+        return log_decay, beta
+    rate = np.exp(A_log)[:, None] if log_decay.ndim == 3 else np.exp(A_log)
+    raw = log_decay if dt_bias is None else log_decay + dt_bias
+    if lower_bound is None:
+        log_decay = -rate * _softplus(raw)
+    else:
+        log_decay = lower_bound * _sigmoid(rate * raw)
+    return log_decay, (2 if allow_neg_eigval else 1) * _sigmoid(beta)
+
+
+def delta_rule(q, k, v, beta, *, qk_l2norm=False, scale=None, state=None):
+    """Schlag et al. 2021: the value at k moves towards v by beta."""
+    return gated_delta_rule(q, k, v, None, beta, qk_l2norm=qk_l2norm, scale=scale, state=state)
+
+
+def gated_delta_rule(
+    q,
+    k,
+    v,
+    log_decay=None,
+    beta=None,
+    *,
+    A_log=None,
+    dt_bias=None,
+    lower_bound=None,
+    allow_neg_eigval=False,
+    qk_l2norm=False,
+    scale=None,
+    state=None,
+):
+    """Yang et al. 2025, the product of transition and state written out. With a log_decay a channel
+    it is Kimi's."""
+    scale = _scale(scale, q)
+    if qk_l2norm:
+        q, k = _unit(q), _unit(k)
+    q, k = _heads(q, v), _heads(k, v)
+    log_decay, beta = _gates(log_decay, beta, A_log, dt_bias, lower_bound, allow_neg_eigval)
+    s = _zeros(state, q, v)
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        if log_decay is not None:
+            g = log_decay if log_decay.ndim == 1 else log_decay[t]
+            s = _decay(g).reshape(s.shape[0], -1, 1) * s
+        reflection = np.eye(s.shape[1]) - beta[t][:, None, None] * _outer(k[t], k[t])
+        s = reflection @ s + _outer(beta[t][:, None] * k[t], v[t])
+        o[t] = _read(s, q[t], scale)
+    return o, (s,)
+
+
+def kda(q, k, v, log_decay, beta, **options):
+    """Kimi Team 2025."""
+    return gated_delta_rule(q, k, v, log_decay, beta, **options)
+
+
+def comba(q, k, v, p, log_decay=None, beta=None, *, qk_l2norm=False, scale=None, state=None):
+    """Hu et al. 2025, as its kernels have it: the erase reads the state before its decay."""
+    scale = _scale(scale, q)
+    if qk_l2norm:
+        q, k = _unit(q), _unit(k)
+    q, k, p = _heads(q, v), _heads(k, v), _heads(p, v)
+    s = _zeros(state, q, v)
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        new = beta[t][:, None] * (v[t] - _read(s, p[t], 1))
+        if log_decay is not None:
+            g = log_decay if log_decay.ndim == 1 else log_decay[t]
+            s = _decay(g)[:, None, None] * s
+        s = s + _outer(k[t], new)
+        o[t] = _read(s, q[t], scale)
+    return o, (s,)
+
+
+def gdn2(q, k, v, log_decay, b, w, *, qk_l2norm=False, scale=None, state=None):
+    """S = (I - k (b k)^T) Diag(alpha) S + k (w v)^T."""
+    scale = _scale(scale, q)
+    if qk_l2norm:
+        q, k = _unit(q), _unit(k)
+    q, k = _heads(q, v), _heads(k, v)
+    s = _zeros(state, q, v)
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        s = _decay(log_decay[t])[:, :, None] * s
+        s = (np.eye(s.shape[1]) - _outer(k[t], b[t] * k[t])) @ s + _outer(k[t], w[t] * v[t])
+        o[t] = _read(s, q[t], scale)
+    return o, (s,)
+
+
+def gated_delta_product(
+    q,
+    k,
+    v,
+    log_decay=None,
+    beta=None,
+    *,
+    num_householder,
+    qk_l2norm=False,
+    scale=None,
+    state=None,
+):
+    """Siems et al. 2025: num_householder delta rules a token; k, v, beta are rows of their own."""
+    scale = _scale(scale, q)
+    if qk_l2norm:
+        q, k = _unit(q), _unit(k)
+    q, k = _heads(q, v), _heads(k, v)
+    s = _zeros(state, q, v)
+    o = np.zeros((len(q), *v.shape[1:]), v.dtype)
+    for t in range(len(q)):
+        if log_decay is not None:
+            g = log_decay if log_decay.ndim == 1 else log_decay[t]
+            s = _decay(g)[:, None, None] * s
+        for j in range(t * num_householder, (t + 1) * num_householder):
+            s = s + _outer(beta[j][:, None] * k[j], v[j] - _read(s, k[j], 1))
+        o[t] = _read(s, q[t], scale)
+    return o, (s,)
+
+
+def rwkv7(r, log_decay, k, v, a, b, *, scale=None, state=None):
+    """Peng et al. 2025: S = S (Diag(w) + a b^T) + v k^T, transposed here."""
+    scale = 1 if scale is None else scale
+    r, k, a, b = (_heads(x, v) for x in (r, k, a, b))
+    s = _zeros(state, r, v)
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        transition = _outer(b[t], a[t])
+        if log_decay is not None:
+            decay = _decay(log_decay[t])
+            transition = transition + decay[:, :, None] * np.eye(s.shape[1])
+        else:
+            transition = transition + np.eye(s.shape[1])
+        s = transition @ s + _outer(k[t], v[t])
+        o[t] = _read(s, r[t], scale)
+    return o, (s,)
+
+
+def iplr(q, k, v, a, b, *, scale=None, state=None):
+    """The same without decay, and the scale of the others."""
+    return rwkv7(q, None, k, v, a, b, scale=_scale(scale, q), state=state)
+
+
 # Tensors that are no rows; log_decay with one axis is one too.
-CONSTANTS = ("A", "D", "dt_bias")
+CONSTANTS = ("A", "D", "dt_bias", "A_log", "u")
 
 
 def _parts(state):
@@ -200,8 +375,11 @@ def run(
     names = list(inspect.signature(function).parameters)
     rows = [key for key in tensors if key not in CONSTANTS and tensors[key].ndim > 1]
     values = "x" if "x" in tensors else "v"
+    # Rows a token of the tensors that have several.
+    each = dict.fromkeys(("k", "v", "beta"), options.get("num_householder", 1))
+    tokens = next(key for key in ("q", "r", "x") if key in tensors)
     if cu_seqlens is None:
-        batch, slot = tensors[values].shape[:2]
+        batch, slot = tensors[tokens].shape[:2]
         spans = [(n, 0, slot) for n in range(batch)]
     else:
         spans = [(None, int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
@@ -209,16 +387,19 @@ def run(
     if initial_state is not None:
         initial = tuple(np.asarray(part).astype(dtype) for part in _parts(initial_state))
         initial = _turned(initial) if layout == "vk" else initial
-    o = np.zeros(tensors[values].shape, dtype)
+    o = np.zeros((*tensors[tokens].shape[:-2], *tensors[values].shape[-2:]), dtype)
     finals = []
     for n, (batch_index, begin, end) in enumerate(spans):
         if seqlens is not None:
             end = begin + int(seqlens[n])
-        at = (slice(begin, end),) if batch_index is None else (batch_index, slice(begin, end))
-        one = {key: x[at] if key in rows else x for key, x in tensors.items()}
+        one = dict(tensors)
+        for key in rows:
+            span = slice(begin * each.get(key, 1), end * each.get(key, 1))
+            one[key] = tensors[key][span if batch_index is None else (batch_index, span)]
         state = None if initial is None else tuple(part[n] for part in initial)
-        assert set(one) <= set(names)
-        o[at], final = function(**one, state=state, **options)
+        assert set(one) <= set(names) or "options" in names
+        out, final = function(**one, state=state, **options)
+        o[slice(begin, end) if batch_index is None else (batch_index, slice(begin, end))] = out
         finals.append(final)
     joined = tuple(np.stack(parts) for parts in zip(*finals, strict=True)) if finals else None
     return o, _turned(joined) if joined and layout == "vk" else joined

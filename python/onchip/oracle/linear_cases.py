@@ -10,7 +10,8 @@ import numpy as np
 from .cases import DTYPES, Chooser, Integer, described, draw
 
 # Tensors in order, by shape: "key" rows [Hk, dk], "value" rows [Hv, dv], "scalar" rows [Hv],
-# "head" [Hv].
+# "channel" rows [Hv, dk]; "_rows": num_householder of them a token; "head" [Hv], "head_key"
+# [Hv, dk].
 TENSORS = {
     "linear_attention": {"q": "key", "k": "key", "v": "value"},
     "retention": {"q": "key", "k": "key", "v": "value"},
@@ -27,8 +28,81 @@ TENSORS = {
         "dt_bias": "head",
     },
     "mlstm": {"q": "key", "k": "key", "v": "value", "i": "scalar", "f": "scalar"},
+    "gla": {"q": "key", "k": "key", "v": "value", "log_decay": "channel"},
+    "rwkv6": {"r": "key", "k": "key", "v": "value", "log_decay": "channel", "u": "head_key"},
+    "hgrn2": {"q": "key", "v": "value", "log_decay": "channel"},
+    "delta_rule": {"q": "key", "k": "key", "v": "value", "beta": "scalar"},
+    "gated_delta_rule": {
+        "q": "key",
+        "k": "key",
+        "v": "value",
+        "log_decay": "scalar",
+        "beta": "scalar",
+        "A_log": "head",
+        "dt_bias": "head",
+    },
+    "kda": {
+        "q": "key",
+        "k": "key",
+        "v": "value",
+        "log_decay": "channel",
+        "beta": "scalar",
+        "A_log": "head",
+        "dt_bias": "head_key",
+    },
+    "comba": {
+        "q": "key",
+        "k": "key",
+        "v": "value",
+        "p": "key",
+        "log_decay": "scalar",
+        "beta": "scalar",
+    },
+    "gdn2": {
+        "q": "key",
+        "k": "key",
+        "v": "value",
+        "log_decay": "channel",
+        "b": "channel",
+        "w": "value",
+    },
+    "gated_delta_product": {
+        "q": "key",
+        "k": "key_rows",
+        "v": "value_rows",
+        "log_decay": "scalar",
+        "beta": "scalar_rows",
+    },
+    "rwkv7": {
+        "r": "key",
+        "log_decay": "channel",
+        "k": "key",
+        "v": "value",
+        "a": "key",
+        "b": "key",
+    },
+    "iplr": {"q": "key", "k": "key", "v": "value", "a": "key", "b": "key"},
 }
-OPTIONAL = {"simple_gla": ("log_decay",), "mamba2": ("D", "z", "dt_bias")}
+
+OPTIONAL = {
+    "simple_gla": ("log_decay",),
+    "mamba2": ("D", "z", "dt_bias"),
+    "comba": ("log_decay",),
+    "gated_delta_product": ("log_decay",),
+}
+RAW_GATES = ("gated_delta_rule", "kda")  # A_log, and what needs it
+
+# Their states grow with keys that are longer than 1.
+SHORT_KEYS = (
+    "delta_rule",
+    "gated_delta_rule",
+    "kda",
+    "comba",
+    "gdn2",
+    "gated_delta_product",
+    "rwkv7",
+    "iplr",
+)
 
 
 @dataclass(frozen=True)
@@ -88,22 +162,42 @@ def _own_options(op: str, choose: Chooser) -> tuple[dict[str, Any], int, bool]:
         if choose.chance(40):
             return {"gate": "sigmoid"}, 1, False
         return {"eps": choose.pick([0.0, 0.25])}, 3, True
-    return {}, 1, False
+    options = {}
+    if op == "gated_delta_product":
+        options["num_householder"] = choose.pick([1, 2, 3])
+    if op in SHORT_KEYS and op not in ("rwkv7", "iplr") and choose.chance(40):
+        options["qk_l2norm"] = True
+    return options, 1, False
 
 
-def _values(rng: np.random.Generator, name: str, shape: Any, dtype: Any, positive: bool) -> Any:
+def _raw_options(choose: Chooser) -> dict[str, Any]:
+    options: dict[str, Any] = {"allow_neg_eigval": True} if choose.chance(40) else {}
+    if choose.chance(40):
+        options["lower_bound"] = -5.0
+    return options
+
+
+def _values(
+    rng: np.random.Generator, op: str, name: str, shape: Any, positive: bool, raw: bool
+) -> Any:
     x = rng.standard_normal(shape)
-    if name == "log_decay":
+    if name == "log_decay" and not raw:
         x = -0.5 * np.abs(x)
         x[rng.random(shape) < 0.03] = -np.inf  # a new segment
         x[rng.random(shape) < 0.03] = 0.0
+    elif (name == "beta" and not raw) or (op == "gdn2" and name == "b"):
+        x = 1 / (1 + np.exp(-x))
+    elif name in ("k", "p", "a", "b") and op in SHORT_KEYS:
+        x = 0.5 * x / np.sqrt(shape[-1])
     elif name == "A":
         x = -np.exp(0.5 * x)
+    elif name == "A_log":
+        x = 0.3 * x
     elif name == "f":
         x = x + 1.5
     elif positive and name in ("q", "k"):
         x = np.abs(x) + 0.01
-    return x.astype(dtype)
+    return x
 
 
 def linear_case(
@@ -140,21 +234,39 @@ def linear_case(
     layout = choose.pick(["kv", "vk"])
     options["state_layout"] = layout
 
-    heads = {"key": heads_k, "value": heads_v, "scalar": heads_v}
-    widths = {"key": (dk,), "value": (dv,), "scalar": ()}
+    each = options.get("num_householder", 1)
+    more_rows = (*rows[:-1], rows[-1] * each)
+    shapes = {
+        "key": (*rows, heads_k, dk),
+        "value": (*rows, heads_v, dv),
+        "scalar": (*rows, heads_v),
+        "channel": (*rows, heads_v, dk),
+        "key_rows": (*more_rows, heads_k, dk),
+        "value_rows": (*more_rows, heads_v, dv),
+        "scalar_rows": (*more_rows, heads_v),
+        "head": (heads_v,),
+        "head_key": (heads_v, dk),
+    }
+    raw = op in RAW_GATES and choose.chance(50)
+    if raw:
+        options |= _raw_options(choose)
     tensors = {}
     for name, kind in TENSORS[op].items():
         if name in OPTIONAL.get(op, ()) and choose.chance(40):
             continue
-        shape = (heads_v,) if kind == "head" else (*rows, heads[kind], *widths[kind])
-        own = dtype if kind in ("key", "value") else gate_dtype
-        tensors[name] = _values(rng, name, shape, own, positive)
+        if name == "A_log" and not raw:
+            continue
+        if name == "dt_bias" and op in RAW_GATES and not (raw and choose.chance(70)):
+            continue
+        operand = name in ("q", "k", "v", "r", "x", "B", "C", "z")
+        x = _values(rng, op, name, shapes[kind], positive, raw)
+        tensors[name] = x.astype(dtype if operand else gate_dtype)
 
     matrix = (dk, dv) if layout == "kv" else (dv, dk)
-    shapes = [(num_seqs, heads_v, *matrix), (num_seqs, heads_v, dk), (num_seqs, heads_v)]
+    state_shapes = [(num_seqs, heads_v, *matrix), (num_seqs, heads_v, dk), (num_seqs, heads_v)]
 
     def state(count: int) -> Any:
-        drawn = [draw(rng, shape, wide) for shape in shapes[:count]]
+        drawn = [draw(rng, shape, wide) for shape in state_shapes[:count]]
         if positive and count > 1:
             drawn[1] = np.abs(drawn[1])
         return drawn[0] if count == 1 else tuple(drawn)

@@ -19,7 +19,7 @@ BOUNDS = {
 OUTPUT, GRADIENT, GATE_GRADIENT = range(3)
 
 # What decides how much is kept, erased or written, by the operators' names.
-GATES = frozenset(("log_decay", "beta", "dt", "A", "dt_bias", "i", "f"))
+GATES = frozenset(("log_decay", "beta", "dt", "A", "A_log", "dt_bias", "i", "f"))
 
 
 def rms(x):
@@ -72,14 +72,22 @@ def judge(
     return worst
 
 
+def output_shape(tensors: Any) -> tuple[int, ...]:
+    """A row a token, with the heads and width of the values."""
+    tokens = next(tensors[name] for name in ("q", "r", "x") if name in tensors)
+    values = tensors["x" if "x" in tensors else "v"]
+    return (*tokens.shape[:-2], *values.shape[-2:])
+
+
 def judge_forward(
     op: str, result: Any, tensors: Any, *, initial_state: Any = None, **options: Any
 ) -> list[Deviation]:
     """Check (o, final state) of <op>_forward against the plain loop over tokens."""
     o, final = result
     like = tensors["x" if "x" in tensors else "v"]
-    if o.shape != like.shape or o.dtype != like.dtype:
-        raise Disagreement(f"o: {o.dtype} {o.shape}, wanted {like.dtype} {like.shape}")
+    shape = output_shape(tensors)
+    if o.shape != shape or o.dtype != like.dtype:
+        raise Disagreement(f"o: {o.dtype} {o.shape}, wanted {like.dtype} {shape}")
     ref_o, ref_final = linear.run(op, tensors, initial_state=initial_state, **options)
     found = [judge("o", o, ref_o, like.dtype)]
     state_dtype = np.float64 if like.dtype == np.float64 else np.float32
@@ -93,7 +101,7 @@ def judge_forward(
 def judge_gradients(got: Any, ref: Any, tensors: Any, dtype: Any) -> list[Deviation]:
     """Check the gradients of a linear operator against those in float64 of the reference."""
     floor = 0.0
-    for name in ("q", "C"):
+    for name in ("q", "C", "r"):
         if name in tensors:
             floor = rms(np.asarray(tensors[name], np.float64) * getattr(ref, "d" + name))
     found = []
