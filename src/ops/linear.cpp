@@ -2,6 +2,7 @@
 // 3).
 #include <array>
 
+#include "cpu/linear.hpp"
 #include "ops/operators.hpp"
 #include "reference/linear.hpp"
 
@@ -9,13 +10,15 @@ namespace onchip::ops {
 
 namespace {
 
-constexpr std::array<Backend<LinearForwardProblem>, 1> kForwardBackends = {{
+constexpr std::array<Backend<LinearForwardProblem>, 2> kForwardBackends = {{
+    {"cpu", cpu::plan_linear_forward, cpu::run_linear_forward},
     {"reference", reference::plan_linear_forward, reference::run_linear_forward},
 }};
 constexpr std::array<Backend<LinearBackwardProblem>, 1> kBackwardBackends = {{
     {"reference", reference::plan_linear_backward, reference::run_linear_backward},
 }};
-constexpr std::array<Backend<LinearStepProblem>, 1> kStepBackends = {{
+constexpr std::array<Backend<LinearStepProblem>, 2> kStepBackends = {{
+    {"cpu", cpu::plan_linear_step, cpu::run_linear_step},
     {"reference", reference::plan_linear_step, reference::run_linear_step},
 }};
 

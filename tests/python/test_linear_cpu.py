@@ -1,0 +1,120 @@
+"""What only the CPU's chunks of linear attention can get wrong: every length around them, how the
+work is cut, numbers that are not finite inside a chunk."""
+
+import numpy as np
+import pytest
+from linear_cases import (
+    VARIANTS,
+    Sizes,
+    draw,
+    draw_state,
+    exact,
+    exact_state,
+    forward,
+    output_like,
+    parts_of,
+    step,
+    variant_id,
+    with_rows,
+)
+
+import onchip
+from onchip.oracle import compare, linear_compare
+
+CHUNK = 64
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+
+
+def judged_forward(variant, tensors, state, **options):
+    """cpu's (o, final state), against the reference in float64."""
+    dtype = output_like(variant, tensors).dtype
+    got = forward("cpu", variant, tensors, initial_state=state, output_final_state=True, **options)
+    want = forward(
+        "reference",
+        variant,
+        {name: exact(x) for name, x in tensors.items()},
+        initial_state=exact_state(state),
+        output_final_state=True,
+        **options,
+    )
+    linear_compare.judge("o", got[0], want[0], dtype)
+    for part, other in zip(parts_of(got[1]), parts_of(want[1]), strict=True):
+        linear_compare.judge("final_state", part, other, dtype)
+    return got
+
+
+@every_variant
+def test_chunks_are_the_recurrence_at_every_length(variant):
+    for length in range(131):
+        rng = np.random.default_rng(length)
+        sizes = Sizes(batch=1, length=length, heads_k=1, heads_v=2, dk=5, dv=3)
+        tensors = draw(rng, variant, sizes, np.float32)
+        state = draw_state(rng, variant, sizes, 1, np.float32, variant.layout({}))
+        judged_forward(variant, tensors, state)
+
+
+@every_variant
+def test_steps_go_on_from_chunks(variant):
+    rng = np.random.default_rng(1)
+    sizes = Sizes(batch=1, length=CHUNK + 20, dk=12, dv=20)
+    tensors = draw(rng, variant, sizes, np.float32)
+    o, final = judged_forward(variant, tensors, None)
+    head = with_rows(variant, tensors, lambda x: x[:, : CHUNK + 3])
+    _, state = judged_forward(variant, head, None)
+    for t in range(CHUNK + 3, sizes.length):
+        token = with_rows(variant, tensors, lambda x, t=t: x[:, t])
+        got = step("cpu", variant, token, state=state)
+        linear_compare.judge("o", got, o[:, t], np.float32)
+    for part, other in zip(parts_of(state), parts_of(final), strict=True):
+        linear_compare.judge("state", part, other, np.float32)
+
+
+@every_variant
+@pytest.mark.parametrize("dims", [(1, 1), (16, 16), (33, 65), (128, 16), (64, 200)], ids=str)
+def test_widths(variant, dims):
+    rng = np.random.default_rng(2)
+    for dtype in (np.float32, np.float64):
+        sizes = Sizes(batch=1, length=77, heads_k=1, heads_v=1, dk=dims[0], dv=dims[1])
+        tensors = draw(rng, variant, sizes, dtype)
+        state = draw_state(rng, variant, sizes, 1, dtype, variant.layout({}))
+        judged_forward(variant, tensors, state)
+
+
+@every_variant
+@pytest.mark.parametrize("lengths", [(1000,), (5, 0, 700, 64, 3, 130)], ids=str)
+def test_threads_change_no_bit(variant, lengths):
+    """With one thread chunks run in order, with many side by side."""
+    rng = np.random.default_rng(3)
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    sizes = Sizes(heads_k=1, heads_v=1, dk=20, dv=12)
+    tensors = draw(rng, variant, sizes, np.float32, lead=(int(cu[-1]),))
+    state = draw_state(rng, variant, sizes, len(lengths), np.float32, variant.layout({}))
+    results = []
+    threads = onchip.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7):
+            onchip.set_num_threads(count)
+            o, final = judged_forward(variant, tensors, state, cu_seqlens=cu)
+            results.append((o, *parts_of(final)))
+    finally:
+        onchip.set_num_threads(threads)
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            compare.assert_bitwise("threads", got, want)
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v.op == "simple_gla"], ids=variant_id
+)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_finite_stays_where_the_recurrence_has_it(variant, name):
+    """A weight of 0 inside a chunk must not make NaN of it."""
+    rng = np.random.default_rng(4)
+    sizes = Sizes(batch=1, length=150, heads_k=1, heads_v=1, dk=8, dv=8)
+    for at in (0, 70, 127):
+        for value in (np.inf, np.nan):
+            tensors = draw(rng, variant, sizes, np.float32)
+            if "log_decay" in tensors and tensors["log_decay"].ndim == 3:
+                tensors["log_decay"][:, at + 9] = -np.inf
+            tensors[name][0, at, 0, 3] = value
+            judged_forward(variant, tensors, None)
