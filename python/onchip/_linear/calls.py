@@ -99,7 +99,8 @@ ROWS = (
 )
 
 
-def _part_names(state: str) -> list[str]:
+def part_names(state: str) -> list[str]:
+    """What `prepared` calls the parts of a state that is given as a tuple."""
     return [f"{state}[{part}]" for part in range(_STATE_PARTS)]
 
 
@@ -113,7 +114,7 @@ def _split_state(op_name: str, arguments: Arguments, state: str) -> list[str]:
         raise InvalidArgument(
             f"{op_name}: {state}: got {len(value)} parts, wanted at most {_STATE_PARTS}"
         )
-    names = _part_names(state)[: len(value)]
+    names = part_names(state)[: len(value)]
     arguments.update(zip(names, value, strict=True))
     return names
 
@@ -158,7 +159,7 @@ class _Shapes(NamedTuple):
         shapes = [(sequences, heads, *matrix), (sequences, heads, dk), (sequences, heads)]
         parts = self.row.state_parts(self.options)
         dtype = self.state_dtype(views)
-        named = zip(_part_names("final_state")[:parts], shapes[:parts], strict=True)
+        named = zip(part_names("final_state")[:parts], shapes[:parts], strict=True)
         return [Output(name, shape, dtype) for name, shape in named]
 
     def o(self, views: Views) -> Output:
@@ -173,7 +174,7 @@ class _Shapes(NamedTuple):
 
     def backward(self, views: Views) -> list[Output]:
         tensors = [(name, "d" + name) for name in self.row.tensors]
-        states = [(name, "d" + name) for name in ["initial_state", *_part_names("initial_state")]]
+        states = [(name, "d" + name) for name in ["initial_state", *part_names("initial_state")]]
         return [
             Output(gradient, views[name].shape, views[name].dtype)
             for name, gradient in tensors + states
@@ -191,7 +192,8 @@ _STATES = {
 }
 
 
-def _prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Arguments]:
+def prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Arguments]:
+    """The operator with its results' shapes, and the arguments, as `_calls.run` takes them."""
     name = f"{row.name}_{phase}"
     arguments = dict(given)
     states = [part for state in _STATES[phase] for part in _split_state(name, arguments, state)]
@@ -221,25 +223,25 @@ def _prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Argumen
 def _joined(results: Mapping[str, Any], state: str) -> Any:
     if state in results:
         return results[state]
-    parts = [results[name] for name in _part_names(state) if name in results]
+    parts = [results[name] for name in part_names(state) if name in results]
     return parts[0] if len(parts) == 1 else tuple(parts) or None
 
 
 def forward(row: Row, given: Arguments) -> tuple[Any, Any]:
     """(o, final state or None)."""
-    results = _calls.run(*_prepared(row, "forward", given))
+    results = _calls.run(*prepared(row, "forward", given))
     return results["o"], _joined(results, "final_state")
 
 
 def backward(row: Row, given: Arguments) -> list[Any]:
     """The gradient of each tensor in order, None where there was none, and of the initial state."""
-    results = _calls.run(*_prepared(row, "backward", given))
+    results = _calls.run(*prepared(row, "backward", given))
     return [results.get(f"d{name}") for name in row.tensors] + [_joined(results, "dinitial_state")]
 
 
 def step(row: Row, given: Arguments) -> Any:
-    return _calls.run(*_prepared(row, "step", given))["o"]
+    return _calls.run(*prepared(row, "step", given))["o"]
 
 
 def explain(row: Row, phase: str, given: Arguments) -> str:
-    return _calls.explain(*_prepared(row, phase, given))
+    return _calls.explain(*prepared(row, phase, given))

@@ -56,6 +56,24 @@ def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -
         ) from None
 
 
+_AUTOCAST_FROM = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def autocast(*operands: Any) -> tuple[Any, ...]:
+    """The operands of products, cast where autocast says so on the device of the first."""
+    first = operands[0]
+    # Other devices (meta) have no autocast to ask about.
+    if not isinstance(first, Tensor) or not (first.is_cuda or first.is_cpu):
+        return operands
+    device = "cuda" if first.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype in _AUTOCAST_FROM else x for x in operands
+    )
+
+
 def examine(tensors: tuple[Any, ...]) -> tuple[bool, bool]:
     """Whether autograd has to record the call, and whether the dispatcher can be left out; refuses
     what is no tensor."""
@@ -109,7 +127,7 @@ def are_plain(tensors: Iterable[Tensor | None]) -> bool:
 
 
 NO_FORWARD_MODE = (
-    "got a dual tensor, and attention has no forward-mode derivative (jvp): use reverse mode"
+    "got a dual tensor, and there is no forward-mode derivative (jvp): use reverse mode"
 )
 
 

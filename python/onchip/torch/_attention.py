@@ -6,17 +6,8 @@ import torch
 from torch import Tensor
 
 from onchip import _calls
-from onchip.torch._arguments import FORWARD, integers
+from onchip.torch._arguments import FORWARD, autocast, integers
 from onchip.torch._operators import run
-
-_AUTOCAST_FROM = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _autocast(device: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.dtype in _AUTOCAST_FROM else x for x in tensors
-    )
 
 
 def attention(
@@ -75,11 +66,7 @@ def attention(
     casts them; bias and sink keep theirs.
     """
     window_left, window_right = _calls.window_bounds(FORWARD.name, window)
-    # Other devices (meta) have no autocast to ask about.
-    if isinstance(q, Tensor) and (q.is_cuda or q.is_cpu):
-        device = "cuda" if q.is_cuda else "cpu"
-        if torch.is_autocast_enabled(device):
-            q, k, v = _autocast(device, q, k, v)
+    q, k, v = autocast(q, k, v)
     tensors = (
         q,
         k,

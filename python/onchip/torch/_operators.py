@@ -97,7 +97,7 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> Non
     ctx.values = inputs[_COUNT:]
 
 
-def _is_batched(*cotangents: Tensor | None) -> bool:
+def is_batched(*cotangents: Tensor | None) -> bool:
     """By `is_grads_batched`, whose tensors torch.func does not know of."""
     is_batched = torch._C._functorch.is_legacy_batchedtensor
     return any(x is not None and is_batched(x) for x in cotangents)
@@ -121,7 +121,7 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[
     gradients: Sequence[Tensor | None]
     if transformed:
         gradients = _TransformedBackward.apply(*arguments)
-    elif are_plain((*saved, *tensors)) and not (is_watched(d_o) or _is_batched(d_o, d_lse)):
+    elif are_plain((*saved, *tensors)) and not (is_watched(d_o) or is_batched(d_o, d_lse)):
         refuse_tangents(BACKWARD.name, (*saved, *tensors))
         gradients = _run.backward(d_o, o, lse, d_lse, tensors, ctx.values, wanted)
     else:

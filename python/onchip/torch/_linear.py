@@ -1,0 +1,239 @@
+"""The linear operators as functions: made from onchip.ops' own, whose arguments they take."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from onchip import ops
+from onchip._linear import calls
+from onchip.errors import InvalidArgument
+from onchip.torch._arguments import autocast, integers
+from onchip.torch._linear_operators import LENGTHS, LinearOperator
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Parameters(NamedTuple):
+    """Of a function: what Python's own binding does, in a form that torch.compile can follow."""
+
+    signature: inspect.Signature
+    names: tuple[str, ...]
+    positional: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> "_Parameters":
+        signature = inspect.signature(function)
+        parameters = signature.parameters.values()
+        return _Parameters(
+            signature,
+            tuple(p.name for p in parameters),
+            tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
+            {p.name: p.default for p in parameters if p.default is not p.empty},
+        )
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        given = self.defaults | dict(zip(self.positional, args, strict=False)) | kwargs
+        if (
+            len(args) > len(self.positional)
+            or any(name in kwargs for name in self.positional[: len(args)])
+            or len(given) != len(self.names)
+            or any(name not in given for name in self.names)
+        ):
+            self.signature.bind(*args, **kwargs)  # raises TypeError and says why
+        return given
+
+
+def _state(op: str, name: str, value: Any, parts: int) -> tuple[Tensor | None, ...]:
+    """The parts of a state, None for those that it has not."""
+    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if len(given) > parts:
+        raise InvalidArgument(
+            f"{op}: {name}: got {len(given)} parts, wanted "
+            + ("a tensor" if parts == 1 else f"a tuple of at most {parts}")
+        )
+    return given + (None,) * (parts - len(given))
+
+
+def _cast(op: LinearOperator, given: dict[str, Any]) -> dict[str, Any]:
+    cast = autocast(*(given[name] for name in op.operands))
+    return given | dict(zip(op.operands, cast, strict=True))
+
+
+def _forward(op: LinearOperator, given: dict[str, Any]) -> tuple[Tensor, Any]:
+    name = f"{op.name}_forward"
+    given = _cast(op, given)
+    for lengths in LENGTHS:
+        if given[lengths] is not None:
+            given[lengths] = integers(name, lengths, given[lengths])
+    tensors = (
+        *(given[tensor] for tensor in op.row.tensors),
+        *_state(name, "initial_state", given["initial_state"], op.parts),
+        *(given[lengths] for lengths in LENGTHS),
+    )
+    values = [given[option] for option in (*op.options, "output_final_state")]
+    o, *state = op.run(tensors, values)
+    parts = op.row.state_parts(given) if given["output_final_state"] else 0
+    if parts == 0:
+        return o, None
+    return o, state[0] if parts == 1 else tuple(state[:parts])
+
+
+def _step(op: LinearOperator, given: dict[str, Any]) -> Tensor:
+    name = f"{op.name}_step"
+    given = _cast(op, given)
+    indices = given["state_indices"]
+    tensors = (
+        *(given[tensor] for tensor in op.row.tensors),
+        *_state(name, "state", given["state"], op.parts),
+        None if indices is None else integers(name, "state_indices", indices, torch.int32),
+    )
+    return op.run_step(tensors, [given[option] for option in op.step_options])
+
+
+OPERATORS = {
+    row.name: LinearOperator(
+        row, getattr(ops, f"{row.name}_backward"), getattr(ops, f"{row.name}_step")
+    )
+    for row in calls.ROWS
+}
+
+_DIFFERENTIABLE = """Differentiable once in every tensor and in the initial state, through o and the
+final state; kept for backward are the inputs alone. Under autocast {operands} are cast to its
+dtype, float64 excepted; gates, constants and states keep theirs."""
+_IN_PLACE = """For inference: a tensor that requires grad is refused unless under torch.no_grad().
+Under torch.compile torch.ops.onchip.{name}_step stands in the graph and says that it writes the
+state. Autocast: as {name}'s."""
+
+
+def _dress(function: Callable[..., Any], name: str, model: Callable[..., Any], more: str) -> None:
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = "onchip.torch"
+    function.__doc__ = f"{inspect.cleandoc(model.__doc__ or '')}\n\n{more}\n"
+    function.__signature__ = inspect.signature(model)  # type: ignore[attr-defined]
+
+
+def _differentiable(model: Callable[P, R]) -> Callable[P, R]:
+    """onchip.ops' X_forward as X."""
+    name = model.__name__.removesuffix("_forward")
+    op, parameters = OPERATORS[name], _Parameters.of(model)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _forward(op, parameters.bind(args, kwargs))
+
+    *most, last = op.operands
+    operands = f"{', '.join(most)} and {last}"
+    _dress(function, name, model, _DIFFERENTIABLE.format(operands=operands))
+    return function
+
+
+def _in_place(model: Callable[P, R]) -> Callable[P, R]:
+    """onchip.ops' X_step."""
+    name = model.__name__.removesuffix("_step")
+    op, parameters = OPERATORS[name], _Parameters.of(model)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _step(op, parameters.bind(args, kwargs))
+
+    _dress(function, model.__name__, model, _IN_PLACE.format(name=name))
+    return function
+
+
+linear_attention = _differentiable(ops.linear_attention_forward)
+linear_attention_step = _in_place(ops.linear_attention_step)
+retention = _differentiable(ops.retention_forward)
+retention_step = _in_place(ops.retention_step)
+lightning_attention = _differentiable(ops.lightning_attention_forward)
+lightning_attention_step = _in_place(ops.lightning_attention_step)
+simple_gla = _differentiable(ops.simple_gla_forward)
+simple_gla_step = _in_place(ops.simple_gla_step)
+mamba2 = _differentiable(ops.mamba2_forward)
+mamba2_step = _in_place(ops.mamba2_step)
+mlstm_step = _in_place(ops.mlstm_step)
+gla = _differentiable(ops.gla_forward)
+gla_step = _in_place(ops.gla_step)
+rwkv6 = _differentiable(ops.rwkv6_forward)
+rwkv6_step = _in_place(ops.rwkv6_step)
+hgrn2 = _differentiable(ops.hgrn2_forward)
+hgrn2_step = _in_place(ops.hgrn2_step)
+delta_rule = _differentiable(ops.delta_rule_forward)
+delta_rule_step = _in_place(ops.delta_rule_step)
+gated_delta_rule = _differentiable(ops.gated_delta_rule_forward)
+gated_delta_rule_step = _in_place(ops.gated_delta_rule_step)
+kda = _differentiable(ops.kda_forward)
+kda_step = _in_place(ops.kda_step)
+comba = _differentiable(ops.comba_forward)
+comba_step = _in_place(ops.comba_step)
+gdn2 = _differentiable(ops.gdn2_forward)
+gdn2_step = _in_place(ops.gdn2_step)
+gated_delta_product = _differentiable(ops.gated_delta_product_forward)
+gated_delta_product_step = _in_place(ops.gated_delta_product_step)
+rwkv7 = _differentiable(ops.rwkv7_forward)
+rwkv7_step = _in_place(ops.rwkv7_step)
+iplr = _differentiable(ops.iplr_forward)
+iplr_step = _in_place(ops.iplr_step)
+
+
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    gate: str = "exp",
+    normalize: bool | None = None,
+    eps: float = 0.0,
+    detach_normalizer: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | Sequence[Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    seqlens: Tensor | Sequence[int] | None = None,
+    chunk_len: int | None = None,
+    state_layout: str = "kv",
+    check: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Any]:
+    """The matrix memory of the xLSTM: onchip.ops.mlstm_forward, and one option more.
+
+    Args:
+        detach_normalizer: backward takes the denominator as a constant, as published kernels do (a
+            norm behind the operator cancels its gradient); all else stays exact.
+        The tensors and other options: as for onchip.ops.mlstm_forward.
+
+    Returns:
+        (o, final_state or None), as onchip.ops.mlstm_forward's.
+
+    Differentiable once in every tensor and in the initial state, through o, C and n. The final m
+    has no gradient: nothing depends on it but through C and n, whose true values are e^m C and e^m
+    n. Under autocast q, k and v are cast to its dtype, float64 excepted; gates and states keep
+    theirs.
+    """
+    return _forward(
+        OPERATORS["mlstm"],
+        dict(
+            q=q,
+            k=k,
+            v=v,
+            i=i,
+            f=f,
+            gate=gate,
+            normalize=normalize,
+            eps=eps,
+            detach_normalizer=detach_normalizer,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            seqlens=seqlens,
+            chunk_len=chunk_len,
+            state_layout=state_layout,
+            check=check,
+            backend=backend,
+        ),
+    )
