@@ -95,7 +95,11 @@ BackwardShape backward_shape(const AttentionBackwardProblem& problem) {
   const std::int64_t row_bytes =
       (problem.head_dim_qk + problem.head_dim_v) * arithmetic_size(problem.dtype);
   shape.tile_rows = row_bytes <= 2048 ? 96 : row_bytes <= 4096 ? 64 : 32;
-  shape.chunk_keys = row_bytes <= 1024 ? 192 : row_bytes <= 3072 ? 96 : row_bytes <= 8192 ? 48 : 16;
+  shape.chunk_keys = row_bytes <= 512    ? 384
+                     : row_bytes <= 1024 ? 288
+                     : row_bytes <= 3072 ? 96
+                     : row_bytes <= 8192 ? 48
+                                         : 16;
   shape.adjusts_scores = options.bias.wanted || options.mask.wanted ||
                          options.alibi_slopes.wanted || options.q_segment_ids.wanted;
   shape.dropout = options.dropout_p > 0.0;
@@ -120,6 +124,15 @@ class Bytes {
  private:
   double total_ = 0.0;
 };
+
+// Keys of a task in two passes: a chunk, or a tile where chunks are fewer than threads could share
+// evenly. Only the start of a tile shows in bits.
+std::int64_t key_task_size(const AttentionProblem& problem, const BackwardShape& shape,
+                           std::int64_t workers) {
+  const std::int64_t lists = problem.num_heads_kv * (problem.packed ? 1 : problem.num_seqs);
+  const bool enough = ceil_div(problem.slot_kv, shape.chunk_keys) * lists >= 4 * workers;
+  return enough ? shape.chunk_keys : std::min(shape.chunk_keys, kMaxTileKeys);
+}
 
 // Tasks of all sequences: for each the number of the tasks before it.
 class BlockTable {
@@ -190,7 +203,8 @@ class BackwardRun {
         sums_bytes_(plan.words[kSumsBytes]),
         worker_bytes_(scratch_bytes_ + sums_bytes_ + plan.words[kBiasBytes]),
         rows_(problem, RowAxis::q, shape_.tile_rows, tables(workspace)),
-        keys_(problem, RowAxis::kv, shape_.chunk_keys, tables(workspace) + live_sequences(problem)),
+        keys_(problem, RowAxis::kv, key_task_size(problem, shape_, workers_),
+              tables(workspace) + live_sequences(problem)),
         shift_(workspace + plan.words[kTableBytes]),
         worker_memory_(shift_ + plan.words[kShiftBytes]) {}
 

@@ -167,6 +167,7 @@ class BackwardPass {
   void add_apart(int offset, Span tile);
   template <Factor kFactor>
   void add_product(const Product<T>& x, std::int64_t rows, std::int64_t channels);
+  void fetch_next_row();
   void load_sums();
   void store_sums();
   void finish_rows();
@@ -178,6 +179,7 @@ class BackwardPass {
   BackwardScratch<T> scratch_;
   RowBlock<T> block_;
   bool block_loaded_ = false;
+  std::int64_t next_row_ = 0;   // of the block after this one, to be fetched
   std::int64_t first_key_ = 0;  // of the chunk
   int num_keys_ = 0;
   bool keys_loaded_ = false;
@@ -218,6 +220,7 @@ void BackwardPass<kStored>::run_keys() {
     if (!keys_loaded_) load_keys();
     if (!block_loaded_) load_block<kStored>(task_, scratch_, block_);
     block_loaded_ = true;
+    next_row_ = first + scratch_.rows;
     const bool gathers = !one_block_ && task_.dq.data != nullptr;
     if (gathers) load_sums();
     for (int offset = 0; offset < num_keys_; offset += static_cast<int>(scratch_.tile_keys)) {
@@ -398,6 +401,29 @@ void BackwardPass<kStored>::add_to_bias_sums(int offset, Span tile) {
   }
 }
 
+// Rows of the next block come from memory or an outer cache, in bursts that would be waited for:
+// they are fetched one by one between the products before.
+template <DType kStored>
+void BackwardPass<kStored>::fetch_next_row() {
+  const std::int64_t end = smaller(block_.first + 2 * scratch_.rows, task_.row_end);
+  if (next_row_ >= end) return;
+  const std::int64_t head = next_row_ / task_.seqlen_q;
+  const std::int64_t i = next_row_ - head * task_.seqlen_q;
+  const auto fetch = [&](const UnitRows& rows, std::int64_t bytes) {
+    const std::byte* row = rows.data + head * rows.head_stride + i * rows.row_stride;
+    constexpr std::int64_t kLine = 64;
+    constexpr int kOuterCache = 2;
+    for (std::int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, 0, kOuterCache);
+  };
+  constexpr std::int64_t kSize = sizeof(typename Arithmetic<kStored>::Element);
+  fetch(task_.q, task_.head_dim_qk * kSize);
+  fetch(task_.d_o, task_.head_dim_v * kSize);
+  if (task_.dq.data != nullptr) {
+    fetch(task_.dq_sums, task_.head_dim_qk * static_cast<std::int64_t>(sizeof(T)));
+  }
+  ++next_row_;
+}
+
 // A register tile's width of channels, of which `channels` are left.
 template <DType kStored>
 template <Factor kFactor>
@@ -428,6 +454,7 @@ void BackwardPass<kStored>::add_to_keys(int offset, Span tile) {
     for (std::int64_t d = 0; d < dim; d += kPanelRows<T>) {
       for (int j = tile.begin, g = 0; j < tile.end; j += kRegisterRows, ++g) {
         const Span& from = reaching[g];
+        fetch_next_row();
         add_product<Factor::rows>({weights + j * scratch_.rows + from.begin, scratch_.rows,
                                    rows + from.begin * stride + d, stride,
                                    sums + (offset + j) * stride + d, stride, from.end - from.begin},
@@ -460,6 +487,7 @@ void BackwardPass<kStored>::add_to_rows(int offset) {
   for (std::int64_t d = 0; d < task_.head_dim_qk; d += kPanelRows<T>) {
     for (int r = 0, g = 0; r < block_.rows; r += kRegisterRows, ++g) {
       const Span& keys = reached[g];
+      fetch_next_row();
       add_product<Factor::columns>({scratch_.ds_t + keys.begin * scratch_.rows + r, scratch_.rows,
                                     finite_k_ + (offset + keys.begin) * stride + d, stride,
                                     scratch_.dq + r * stride + d, stride, keys.end - keys.begin},
