@@ -118,7 +118,12 @@ enum {
   ONCHIP_ATTENTION_DECODE = 4,
   ONCHIP_LINEAR_FORWARD = 16,
   ONCHIP_LINEAR_BACKWARD = 17,
-  ONCHIP_LINEAR_STEP = 18
+  ONCHIP_LINEAR_STEP = 18,
+  ONCHIP_CONV_FORWARD = 20,
+  ONCHIP_CONV_BACKWARD = 21,
+  ONCHIP_CONV_STEP = 22,
+  ONCHIP_NORM_FORWARD = 24,
+  ONCHIP_NORM_BACKWARD = 25
 };
 
 /* ---- exact attention (docs/semantics.md, section 2) ------------------------------------------ */
@@ -514,6 +519,158 @@ ONCHIP_API onchip_status onchip_linear_step_plan(const onchip_linear_step_args* 
 ONCHIP_API onchip_status onchip_linear_step_run(const onchip_plan* plan,
                                                 const onchip_linear_step_args* args,
                                                 void* workspace, void* stream);
+
+/* ---- short causal convolution (docs/semantics.md, section 3) --------------------------------- */
+
+/* Functions of one number: of a convolution's sum, of a norm's gate. */
+enum { ONCHIP_ACTIVATION_NONE = 0, ONCHIP_ACTIVATION_SILU = 1, ONCHIP_ACTIVATION_SIGMOID = 2 };
+
+/* y_t = f(bias + sum_j weight[j] x_(t - W + 1 + j)) in each channel by itself; inputs before the
+ * first are those of the state, whose slot s is x_(s - W), or 0. The final state has the last W.
+ *   x, y [batch, T, D], packed [total, D], one float dtype; weight [D, W], W >= 1, and bias [D]
+ *   (may be NULL) any float dtype; states [N, D, W], x's dtype.
+ * options apply to forward, backward and step. */
+typedef struct onchip_conv_options {
+  size_t struct_size;
+  int32_t activation;              /* ONCHIP_ACTIVATION_NONE or _SILU */
+  const char* backend;             /* force one by name; NULL picks */
+  const onchip_tensor* cu_seqlens; /* int32 or int64 [num_seqs + 1]; makes tensors packed */
+  const onchip_tensor* seqlens;    /* int32 or int64 [num_seqs]: used rows of each slot */
+} onchip_conv_options;
+
+#define ONCHIP_CONV_OPTIONS_INIT {sizeof(onchip_conv_options), 0, NULL, NULL, NULL}
+
+typedef struct onchip_conv_forward_args {
+  size_t struct_size;
+  const onchip_tensor* x;
+  const onchip_tensor* weight;
+  const onchip_tensor* bias;
+  const onchip_tensor* initial_state; /* NULL = zeros */
+  const onchip_tensor* y;
+  const onchip_tensor* final_state;   /* NULL = not wanted */
+  const onchip_conv_options* options; /* NULL = all defaults */
+} onchip_conv_forward_args;
+
+#define ONCHIP_CONV_FORWARD_ARGS_INIT \
+  {sizeof(onchip_conv_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+
+/* Gradients as their tensors; NULL = not wanted. d_final_state NULL = zero. */
+typedef struct onchip_conv_backward_args {
+  size_t struct_size;
+  const onchip_tensor* d_y;
+  const onchip_tensor* x;
+  const onchip_tensor* weight;
+  const onchip_tensor* bias;
+  const onchip_tensor* initial_state;
+  const onchip_tensor* d_final_state;
+  const onchip_tensor* dx;
+  const onchip_tensor* dweight;
+  const onchip_tensor* dbias;
+  const onchip_tensor* dinitial_state;
+  const onchip_conv_options* options;
+} onchip_conv_backward_args;
+
+/* clang-format off */
+#define ONCHIP_CONV_BACKWARD_ARGS_INIT \
+  { \
+    sizeof(onchip_conv_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+        NULL, NULL \
+  }
+/* clang-format on */
+
+/* One row a sequence: x, y [batch, D]; state [slots, D, W], read and written in place;
+ * state_indices int32 [batch], each slot once, -1 = skip: y is 0, no state changes; NULL = slot n
+ * for row n, slots = batch. */
+typedef struct onchip_conv_step_args {
+  size_t struct_size;
+  const onchip_tensor* x;
+  const onchip_tensor* weight;
+  const onchip_tensor* bias;
+  const onchip_tensor* state;
+  const onchip_tensor* state_indices;
+  const onchip_tensor* y;
+  const onchip_conv_options* options;
+} onchip_conv_step_args;
+
+#define ONCHIP_CONV_STEP_ARGS_INIT \
+  {sizeof(onchip_conv_step_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+
+ONCHIP_API onchip_status onchip_conv_forward_plan(const onchip_conv_forward_args* args,
+                                                  onchip_plan* plan);
+ONCHIP_API onchip_status onchip_conv_forward_run(const onchip_plan* plan,
+                                                 const onchip_conv_forward_args* args,
+                                                 void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_conv_backward_plan(const onchip_conv_backward_args* args,
+                                                   onchip_plan* plan);
+ONCHIP_API onchip_status onchip_conv_backward_run(const onchip_plan* plan,
+                                                  const onchip_conv_backward_args* args,
+                                                  void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_conv_step_plan(const onchip_conv_step_args* args,
+                                               onchip_plan* plan);
+ONCHIP_API onchip_status onchip_conv_step_run(const onchip_plan* plan,
+                                              const onchip_conv_step_args* args, void* workspace,
+                                              void* stream);
+
+/* ---- norms (docs/semantics.md, section 3) ---------------------------------------------------- */
+
+/* Over the last axis of x [.., D], D split into groups of group_size:
+ *   ONCHIP_NORM_L2: y = x / sqrt(sum x^2 + eps);
+ *   ONCHIP_NORM_RMS: y = x / sqrt(mean x^2 + eps) weight g(gate), or, with gate_first, the same of
+ *   x g(gate) without a gate behind it. */
+enum { ONCHIP_NORM_L2 = 0, ONCHIP_NORM_RMS = 1 };
+
+typedef struct onchip_norm_options {
+  size_t struct_size;
+  double eps;         /* finite, above 0 */
+  int64_t group_size; /* divides D; 0 = D */
+  int32_t kind;       /* ONCHIP_NORM_* */
+  int32_t activation; /* g, with a gate: ONCHIP_ACTIVATION_SILU or _SIGMOID; else _NONE */
+  int32_t gate_first; /* 0 or 1 */
+  const char* backend;
+} onchip_norm_options;
+
+#define ONCHIP_NORM_OPTIONS_INIT {sizeof(onchip_norm_options), 1e-6, 0, 0, 0, 0, NULL}
+
+/* x, y, gate [.., D], rank 1 to 6: x, y one float dtype, gate any; weight [D], any float dtype.
+ * gate and weight belong to ONCHIP_NORM_RMS; each may be NULL. */
+typedef struct onchip_norm_forward_args {
+  size_t struct_size;
+  const onchip_tensor* x;
+  const onchip_tensor* gate;
+  const onchip_tensor* weight;
+  const onchip_tensor* y;
+  const onchip_norm_options* options; /* NULL = all defaults */
+} onchip_norm_forward_args;
+
+#define ONCHIP_NORM_FORWARD_ARGS_INIT \
+  {sizeof(onchip_norm_forward_args), NULL, NULL, NULL, NULL, NULL}
+
+/* Gradients as their tensors; NULL = not wanted. */
+typedef struct onchip_norm_backward_args {
+  size_t struct_size;
+  const onchip_tensor* d_y;
+  const onchip_tensor* x;
+  const onchip_tensor* gate;
+  const onchip_tensor* weight;
+  const onchip_tensor* dx;
+  const onchip_tensor* dgate;
+  const onchip_tensor* dweight;
+  const onchip_norm_options* options;
+} onchip_norm_backward_args;
+
+#define ONCHIP_NORM_BACKWARD_ARGS_INIT \
+  {sizeof(onchip_norm_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+
+ONCHIP_API onchip_status onchip_norm_forward_plan(const onchip_norm_forward_args* args,
+                                                  onchip_plan* plan);
+ONCHIP_API onchip_status onchip_norm_forward_run(const onchip_plan* plan,
+                                                 const onchip_norm_forward_args* args,
+                                                 void* workspace, void* stream);
+ONCHIP_API onchip_status onchip_norm_backward_plan(const onchip_norm_backward_args* args,
+                                                   onchip_plan* plan);
+ONCHIP_API onchip_status onchip_norm_backward_run(const onchip_plan* plan,
+                                                  const onchip_norm_backward_args* args,
+                                                  void* workspace, void* stream);
 
 /* ---- looking inside -------------------------------------------------------------------------- */
 

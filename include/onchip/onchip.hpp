@@ -442,6 +442,129 @@ struct LinearStepTensors {
   };
 };
 
+// ---- short causal convolution, norms ------------------------------------------------------------
+
+struct ConvOptions {
+  std::int32_t activation = ONCHIP_ACTIVATION_NONE;
+  std::string backend{};  // empty: pick
+  Tensor cu_seqlens{}, seqlens{};
+
+  // A view of this object: valid while it lives unchanged.
+  onchip_conv_options c_options() const {
+    onchip_conv_options c = ONCHIP_CONV_OPTIONS_INIT;
+    c.activation = activation;
+    c.backend = backend.empty() ? nullptr : backend.c_str();
+    c.cu_seqlens = cu_seqlens.get();
+    c.seqlens = seqlens.get();
+    return c;
+  }
+};
+
+struct NormOptions {
+  double eps = 1e-6;
+  std::int64_t group_size = 0;  // 0: all
+  std::int32_t kind = ONCHIP_NORM_L2;
+  std::int32_t activation = ONCHIP_ACTIVATION_NONE;
+  bool gate_first = false;
+  std::string backend{};
+
+  // A view of this object: valid while it lives unchanged.
+  onchip_norm_options c_options() const {
+    onchip_norm_options c = ONCHIP_NORM_OPTIONS_INIT;
+    c.eps = eps;
+    c.group_size = group_size;
+    c.kind = kind;
+    c.activation = activation;
+    c.gate_first = gate_first ? 1 : 0;
+    c.backend = backend.empty() ? nullptr : backend.c_str();
+    return c;
+  }
+};
+
+struct ConvForwardTensors {
+  Tensor x{}, weight{}, bias{}, initial_state{}, y{}, final_state{};
+
+  onchip_conv_forward_args c_args(const onchip_conv_options* options) const {
+    onchip_conv_forward_args c = ONCHIP_CONV_FORWARD_ARGS_INIT;
+    c.x = x.get();
+    c.weight = weight.get();
+    c.bias = bias.get();
+    c.initial_state = initial_state.get();
+    c.y = y.get();
+    c.final_state = final_state.get();
+    c.options = options;
+    return c;
+  }
+};
+
+struct ConvBackwardTensors {
+  Tensor d_y{}, x{}, weight{}, bias{}, initial_state{}, d_final_state{}, dx{}, dweight{}, dbias{},
+      dinitial_state{};
+
+  onchip_conv_backward_args c_args(const onchip_conv_options* options) const {
+    onchip_conv_backward_args c = ONCHIP_CONV_BACKWARD_ARGS_INIT;
+    c.d_y = d_y.get();
+    c.x = x.get();
+    c.weight = weight.get();
+    c.bias = bias.get();
+    c.initial_state = initial_state.get();
+    c.d_final_state = d_final_state.get();
+    c.dx = dx.get();
+    c.dweight = dweight.get();
+    c.dbias = dbias.get();
+    c.dinitial_state = dinitial_state.get();
+    c.options = options;
+    return c;
+  }
+};
+
+struct ConvStepTensors {
+  Tensor x{}, weight{}, bias{}, state{}, state_indices{}, y{};
+
+  onchip_conv_step_args c_args(const onchip_conv_options* options) const {
+    onchip_conv_step_args c = ONCHIP_CONV_STEP_ARGS_INIT;
+    c.x = x.get();
+    c.weight = weight.get();
+    c.bias = bias.get();
+    c.state = state.get();
+    c.state_indices = state_indices.get();
+    c.y = y.get();
+    c.options = options;
+    return c;
+  }
+};
+
+struct NormForwardTensors {
+  Tensor x{}, gate{}, weight{}, y{};
+
+  onchip_norm_forward_args c_args(const onchip_norm_options* options) const {
+    onchip_norm_forward_args c = ONCHIP_NORM_FORWARD_ARGS_INIT;
+    c.x = x.get();
+    c.gate = gate.get();
+    c.weight = weight.get();
+    c.y = y.get();
+    c.options = options;
+    return c;
+  }
+};
+
+struct NormBackwardTensors {
+  Tensor d_y{}, x{}, gate{}, weight{}, dx{}, dgate{}, dweight{};
+
+  onchip_norm_backward_args c_args(const onchip_norm_options* options) const {
+    onchip_norm_backward_args c = ONCHIP_NORM_BACKWARD_ARGS_INIT;
+    c.d_y = d_y.get();
+    c.x = x.get();
+    c.gate = gate.get();
+    c.weight = weight.get();
+    c.dx = dx.get();
+    c.dgate = dgate.get();
+    c.dweight = dweight.get();
+    c.options = options;
+    return c;
+  }
+};
+
 // ---- plan and run -------------------------------------------------------------------------------
 
 // plan() of each operator, for callers who own the workspace (required for CUDA tensors).
@@ -547,6 +670,81 @@ inline void run(const onchip_plan& planned, const LinearStepTensors& tensors,
   check(onchip_linear_step_run(&planned, &c.args, workspace, stream));
 }
 
+inline onchip_plan plan(const ConvForwardTensors& tensors, const ConvOptions& options = {}) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_forward_args args = tensors.c_args(&c_options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_conv_forward_plan(&args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const ConvForwardTensors& tensors,
+                const ConvOptions& options, void* workspace, void* stream = nullptr) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_forward_args args = tensors.c_args(&c_options);
+  check(onchip_conv_forward_run(&planned, &args, workspace, stream));
+}
+
+inline onchip_plan plan(const ConvBackwardTensors& tensors, const ConvOptions& options = {}) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_backward_args args = tensors.c_args(&c_options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_conv_backward_plan(&args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const ConvBackwardTensors& tensors,
+                const ConvOptions& options, void* workspace, void* stream = nullptr) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_backward_args args = tensors.c_args(&c_options);
+  check(onchip_conv_backward_run(&planned, &args, workspace, stream));
+}
+
+inline onchip_plan plan(const ConvStepTensors& tensors, const ConvOptions& options = {}) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_step_args args = tensors.c_args(&c_options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_conv_step_plan(&args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const ConvStepTensors& tensors,
+                const ConvOptions& options, void* workspace, void* stream = nullptr) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_step_args args = tensors.c_args(&c_options);
+  check(onchip_conv_step_run(&planned, &args, workspace, stream));
+}
+
+inline onchip_plan plan(const NormForwardTensors& tensors, const NormOptions& options = {}) {
+  const onchip_norm_options c_options = options.c_options();
+  const onchip_norm_forward_args args = tensors.c_args(&c_options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_norm_forward_plan(&args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const NormForwardTensors& tensors,
+                const NormOptions& options, void* workspace, void* stream = nullptr) {
+  const onchip_norm_options c_options = options.c_options();
+  const onchip_norm_forward_args args = tensors.c_args(&c_options);
+  check(onchip_norm_forward_run(&planned, &args, workspace, stream));
+}
+
+inline onchip_plan plan(const NormBackwardTensors& tensors, const NormOptions& options = {}) {
+  const onchip_norm_options c_options = options.c_options();
+  const onchip_norm_backward_args args = tensors.c_args(&c_options);
+  onchip_plan result = ONCHIP_PLAN_INIT;
+  check(onchip_norm_backward_plan(&args, &result));
+  return result;
+}
+
+inline void run(const onchip_plan& planned, const NormBackwardTensors& tensors,
+                const NormOptions& options, void* workspace, void* stream = nullptr) {
+  const onchip_norm_options c_options = options.c_options();
+  const onchip_norm_backward_args args = tensors.c_args(&c_options);
+  check(onchip_norm_backward_run(&planned, &args, workspace, stream));
+}
+
 // Host memory for a plan's workspace, at the alignment it asks for.
 class HostWorkspace {
  public:
@@ -605,6 +803,26 @@ inline void linear_backward(const LinearBackwardTensors& tensors, const LinearOp
 }
 
 inline void linear_step(const LinearStepTensors& tensors, const LinearOptions& options) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void conv_forward(const ConvForwardTensors& tensors, const ConvOptions& options = {}) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void conv_backward(const ConvBackwardTensors& tensors, const ConvOptions& options = {}) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void conv_step(const ConvStepTensors& tensors, const ConvOptions& options = {}) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void norm_forward(const NormForwardTensors& tensors, const NormOptions& options = {}) {
+  detail::plan_and_run_on_host(tensors, options);
+}
+
+inline void norm_backward(const NormBackwardTensors& tensors, const NormOptions& options = {}) {
   detail::plan_and_run_on_host(tensors, options);
 }
 
@@ -670,6 +888,36 @@ inline std::string explain(const LinearBackwardTensors& tensors, const LinearOpt
 inline std::string explain(const LinearStepTensors& tensors, const LinearOptions& options) {
   const LinearStepTensors::C c(tensors, options);
   return detail::explain(ONCHIP_LINEAR_STEP, &c.args);
+}
+
+inline std::string explain(const ConvForwardTensors& tensors, const ConvOptions& options = {}) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_forward_args args = tensors.c_args(&c_options);
+  return detail::explain(ONCHIP_CONV_FORWARD, &args);
+}
+
+inline std::string explain(const ConvBackwardTensors& tensors, const ConvOptions& options = {}) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_backward_args args = tensors.c_args(&c_options);
+  return detail::explain(ONCHIP_CONV_BACKWARD, &args);
+}
+
+inline std::string explain(const ConvStepTensors& tensors, const ConvOptions& options = {}) {
+  const onchip_conv_options c_options = options.c_options();
+  const onchip_conv_step_args args = tensors.c_args(&c_options);
+  return detail::explain(ONCHIP_CONV_STEP, &args);
+}
+
+inline std::string explain(const NormForwardTensors& tensors, const NormOptions& options = {}) {
+  const onchip_norm_options c_options = options.c_options();
+  const onchip_norm_forward_args args = tensors.c_args(&c_options);
+  return detail::explain(ONCHIP_NORM_FORWARD, &args);
+}
+
+inline std::string explain(const NormBackwardTensors& tensors, const NormOptions& options = {}) {
+  const onchip_norm_options c_options = options.c_options();
+  const onchip_norm_backward_args args = tensors.c_args(&c_options);
+  return detail::explain(ONCHIP_NORM_BACKWARD, &args);
 }
 
 inline std::string describe() { return detail::read_text(onchip_describe); }

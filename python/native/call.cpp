@@ -29,6 +29,7 @@ enum class Kind : std::uint8_t {
   kPrecision,
   kStateLayout,
   kInputGate,
+  kActivation,
   kName
 };
 
@@ -193,6 +194,69 @@ std::array linear_step_fields = {
     ONCHIP_FIELD(onchip_linear_step_args, state_indices, kTensor),
 };
 
+std::array conv_options_fields = {
+    ONCHIP_FIELD(onchip_conv_options, activation, kActivation),
+    ONCHIP_FIELD(onchip_conv_options, backend, kName),
+    ONCHIP_FIELD(onchip_conv_options, cu_seqlens, kTensor),
+    ONCHIP_FIELD(onchip_conv_options, seqlens, kTensor),
+};
+
+std::array norm_options_fields = {
+    ONCHIP_FIELD(onchip_norm_options, eps, kReal),
+    ONCHIP_FIELD(onchip_norm_options, group_size, kCount),
+    ONCHIP_FIELD(onchip_norm_options, activation, kActivation),
+    ONCHIP_FIELD(onchip_norm_options, gate_first, kFlag),
+    ONCHIP_FIELD(onchip_norm_options, backend, kName),
+};
+
+std::array conv_forward_fields = {
+    ONCHIP_FIELD(onchip_conv_forward_args, x, kTensor),
+    ONCHIP_FIELD(onchip_conv_forward_args, weight, kTensor),
+    ONCHIP_FIELD(onchip_conv_forward_args, bias, kTensor),
+    ONCHIP_FIELD(onchip_conv_forward_args, initial_state, kTensor),
+    ONCHIP_FIELD(onchip_conv_forward_args, y, kTensor),
+    ONCHIP_FIELD(onchip_conv_forward_args, final_state, kTensor),
+};
+
+std::array conv_backward_fields = {
+    ONCHIP_FIELD(onchip_conv_backward_args, d_y, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, x, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, weight, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, bias, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, initial_state, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, d_final_state, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, dx, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, dweight, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, dbias, kTensor),
+    ONCHIP_FIELD(onchip_conv_backward_args, dinitial_state, kTensor),
+};
+
+std::array conv_step_fields = {
+    ONCHIP_FIELD(onchip_conv_step_args, x, kTensor),
+    ONCHIP_FIELD(onchip_conv_step_args, weight, kTensor),
+    ONCHIP_FIELD(onchip_conv_step_args, bias, kTensor),
+    ONCHIP_FIELD(onchip_conv_step_args, state, kTensor),
+    ONCHIP_FIELD(onchip_conv_step_args, state_indices, kTensor),
+    ONCHIP_FIELD(onchip_conv_step_args, y, kTensor),
+};
+
+std::array norm_forward_fields = {
+    ONCHIP_FIELD(onchip_norm_forward_args, x, kTensor),
+    ONCHIP_FIELD(onchip_norm_forward_args, gate, kTensor),
+    ONCHIP_FIELD(onchip_norm_forward_args, weight, kTensor),
+    ONCHIP_FIELD(onchip_norm_forward_args, y, kTensor),
+};
+
+std::array norm_backward_fields = {
+    ONCHIP_FIELD(onchip_norm_backward_args, d_y, kTensor),
+    ONCHIP_FIELD(onchip_norm_backward_args, x, kTensor),
+    ONCHIP_FIELD(onchip_norm_backward_args, gate, kTensor),
+    ONCHIP_FIELD(onchip_norm_backward_args, weight, kTensor),
+    ONCHIP_FIELD(onchip_norm_backward_args, dx, kTensor),
+    ONCHIP_FIELD(onchip_norm_backward_args, dgate, kTensor),
+    ONCHIP_FIELD(onchip_norm_backward_args, dweight, kTensor),
+};
+
 // In the order of onchip_linear_operator, from 1.
 constexpr std::array<std::string_view, 17> kLinearNames = {"linear_attention",
                                                            "retention",
@@ -223,6 +287,11 @@ union Args {
   onchip_linear_forward_args linear_forward;
   onchip_linear_backward_args linear_backward;
   onchip_linear_step_args linear_step;
+  onchip_conv_forward_args conv_forward;
+  onchip_conv_backward_args conv_backward;
+  onchip_conv_step_args conv_step;
+  onchip_norm_forward_args norm_forward;
+  onchip_norm_backward_args norm_backward;
 };
 
 // Everything that a call's args point to.
@@ -232,6 +301,8 @@ struct Structs {
   onchip_linear_options linear_options = ONCHIP_LINEAR_OPTIONS_INIT;
   onchip_linear_tensors inputs = ONCHIP_LINEAR_TENSORS_INIT;
   onchip_linear_tensors gradients = ONCHIP_LINEAR_TENSORS_INIT;
+  onchip_conv_options conv_options = ONCHIP_CONV_OPTIONS_INIT;
+  onchip_norm_options norm_options = ONCHIP_NORM_OPTIONS_INIT;
 };
 
 // One struct of an operator.
@@ -264,6 +335,22 @@ const std::array<Section, 3> kLinearStepSections = {
     {{linear_step_fields, offsetof(Structs, args), true},
      {linear_inputs_fields, offsetof(Structs, inputs), false},
      {linear_options_fields, offsetof(Structs, linear_options), false}}};
+
+const std::array<Section, 2> kConvForwardSections = {
+    {{conv_forward_fields, offsetof(Structs, args), true},
+     {conv_options_fields, offsetof(Structs, conv_options), false}}};
+const std::array<Section, 2> kConvBackwardSections = {
+    {{conv_backward_fields, offsetof(Structs, args), true},
+     {conv_options_fields, offsetof(Structs, conv_options), false}}};
+const std::array<Section, 2> kConvStepSections = {
+    {{conv_step_fields, offsetof(Structs, args), true},
+     {conv_options_fields, offsetof(Structs, conv_options), false}}};
+const std::array<Section, 2> kNormForwardSections = {
+    {{norm_forward_fields, offsetof(Structs, args), true},
+     {norm_options_fields, offsetof(Structs, norm_options), false}}};
+const std::array<Section, 2> kNormBackwardSections = {
+    {{norm_backward_fields, offsetof(Structs, args), true},
+     {norm_options_fields, offsetof(Structs, norm_options), false}}};
 
 constexpr std::size_t kMostFields = 64;
 static_assert(linear_backward_fields.size() + 2 * linear_inputs_fields.size() +
@@ -303,7 +390,7 @@ struct Operator {
   onchip_status (*run)(Call& call, void* workspace, void* stream);
 };
 
-const std::array<Operator, 7> kOperators = {{
+const std::array<Operator, 14> kOperators = {{
     {ONCHIP_ATTENTION_FORWARD, "attention_forward", kForwardSections,
      [](Structs& structs) {
        structs.args.forward = ONCHIP_ATTENTION_FORWARD_ARGS_INIT;
@@ -379,6 +466,91 @@ const std::array<Operator, 7> kOperators = {{
      [](Call& call) { return onchip_attention_decode_plan(&call.structs.args.decode, &call.plan); },
      [](Call& call, void* workspace, void* stream) {
        return onchip_attention_decode_run(&call.plan, &call.structs.args.decode, workspace, stream);
+     }},
+    {ONCHIP_CONV_FORWARD, "causal_conv1d_forward", kConvForwardSections,
+     [](Structs& structs) {
+       structs.args.conv_forward = ONCHIP_CONV_FORWARD_ARGS_INIT;
+       structs.args.conv_forward.options = &structs.conv_options;
+     },
+     [](Call& call) {
+       return onchip_conv_forward_plan(&call.structs.args.conv_forward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_conv_forward_run(&call.plan, &call.structs.args.conv_forward, workspace,
+                                      stream);
+     }},
+    {ONCHIP_CONV_BACKWARD, "causal_conv1d_backward", kConvBackwardSections,
+     [](Structs& structs) {
+       structs.args.conv_backward = ONCHIP_CONV_BACKWARD_ARGS_INIT;
+       structs.args.conv_backward.options = &structs.conv_options;
+     },
+     [](Call& call) {
+       return onchip_conv_backward_plan(&call.structs.args.conv_backward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_conv_backward_run(&call.plan, &call.structs.args.conv_backward, workspace,
+                                       stream);
+     }},
+    {ONCHIP_CONV_STEP, "causal_conv1d_step", kConvStepSections,
+     [](Structs& structs) {
+       structs.args.conv_step = ONCHIP_CONV_STEP_ARGS_INIT;
+       structs.args.conv_step.options = &structs.conv_options;
+     },
+     [](Call& call) { return onchip_conv_step_plan(&call.structs.args.conv_step, &call.plan); },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_conv_step_run(&call.plan, &call.structs.args.conv_step, workspace, stream);
+     }},
+    {ONCHIP_NORM_FORWARD, "l2norm_forward", kNormForwardSections,
+     [](Structs& structs) {
+       structs.args.norm_forward = ONCHIP_NORM_FORWARD_ARGS_INIT;
+       structs.args.norm_forward.options = &structs.norm_options;
+       structs.norm_options.kind = ONCHIP_NORM_L2;
+     },
+     [](Call& call) {
+       return onchip_norm_forward_plan(&call.structs.args.norm_forward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_norm_forward_run(&call.plan, &call.structs.args.norm_forward, workspace,
+                                      stream);
+     }},
+    {ONCHIP_NORM_BACKWARD, "l2norm_backward", kNormBackwardSections,
+     [](Structs& structs) {
+       structs.args.norm_backward = ONCHIP_NORM_BACKWARD_ARGS_INIT;
+       structs.args.norm_backward.options = &structs.norm_options;
+       structs.norm_options.kind = ONCHIP_NORM_L2;
+     },
+     [](Call& call) {
+       return onchip_norm_backward_plan(&call.structs.args.norm_backward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_norm_backward_run(&call.plan, &call.structs.args.norm_backward, workspace,
+                                       stream);
+     }},
+    {ONCHIP_NORM_FORWARD, "rms_norm_gated_forward", kNormForwardSections,
+     [](Structs& structs) {
+       structs.args.norm_forward = ONCHIP_NORM_FORWARD_ARGS_INIT;
+       structs.args.norm_forward.options = &structs.norm_options;
+       structs.norm_options.kind = ONCHIP_NORM_RMS;
+     },
+     [](Call& call) {
+       return onchip_norm_forward_plan(&call.structs.args.norm_forward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_norm_forward_run(&call.plan, &call.structs.args.norm_forward, workspace,
+                                      stream);
+     }},
+    {ONCHIP_NORM_BACKWARD, "rms_norm_gated_backward", kNormBackwardSections,
+     [](Structs& structs) {
+       structs.args.norm_backward = ONCHIP_NORM_BACKWARD_ARGS_INIT;
+       structs.args.norm_backward.options = &structs.norm_options;
+       structs.norm_options.kind = ONCHIP_NORM_RMS;
+     },
+     [](Call& call) {
+       return onchip_norm_backward_plan(&call.structs.args.norm_backward, &call.plan);
+     },
+     [](Call& call, void* workspace, void* stream) {
+       return onchip_norm_backward_run(&call.plan, &call.structs.args.norm_backward, workspace,
+                                       stream);
      }},
 }};
 
@@ -459,6 +631,7 @@ void set_field(const char* op, const Field& field, void* base, nb::object& held,
   static constexpr std::array<std::string_view, 2> kAlignments = {"bottom_right", "top_left"};
   static constexpr std::array<std::string_view, 1> kPrecisions = {"tf32"};
   static constexpr std::array<std::string_view, 2> kStateLayouts = {"kv", "vk"};
+  static constexpr std::array<std::string_view, 2> kActivations = {"silu", "sigmoid"};
   static constexpr std::array<std::string_view, 2> kInputGates = {"exp", "sigmoid"};
   const Place place{op, field.name};
   const auto store = [&](auto number) {
@@ -489,6 +662,9 @@ void set_field(const char* op, const Field& field, void* base, nb::object& held,
       return store(choice_of(place, value, kStateLayouts, ONCHIP_STATE_KV, "\"kv\" or \"vk\""));
     case Kind::kInputGate:
       return store(choice_of(place, value, kInputGates, ONCHIP_GATE_EXP, "\"exp\" or \"sigmoid\""));
+    case Kind::kActivation:
+      return store(choice_of(place, value, kActivations, ONCHIP_ACTIVATION_SILU,
+                             "None, \"silu\" or \"sigmoid\""));
     case Kind::kName:
       store(name_of(place, value));
       held = nb::borrow(value);

@@ -7,24 +7,29 @@ from typing import Any
 
 from onchip import _calls, _native, ops
 from onchip._linear import calls as _linear
+from onchip._linear import helpers
 from onchip.errors import InvalidArgument
 
-_OPERATORS = {
-    op.name: (getattr(ops, op.name), partial(_calls.explain, op))
-    for op in (
-        _calls.ATTENTION_FORWARD,
-        _calls.ATTENTION_BACKWARD,
-        _calls.ATTENTION_DECODE,
-        _calls.MERGE,
-    )
-} | {
-    f"{row.name}_{phase}": (
-        getattr(ops, f"{row.name}_{phase}"),
-        partial(_linear.explain, row, phase),
-    )
-    for row in _linear.ROWS
-    for phase in ("forward", "backward", "step")
-}
+_OPERATORS = (
+    {
+        op.name: (getattr(ops, op.name), partial(_calls.explain, op))
+        for op in (
+            _calls.ATTENTION_FORWARD,
+            _calls.ATTENTION_BACKWARD,
+            _calls.ATTENTION_DECODE,
+            _calls.MERGE,
+        )
+    }
+    | {op.name: (getattr(ops, op.name), partial(helpers.explain, op)) for op in helpers.OPERATORS}
+    | {
+        f"{row.name}_{phase}": (
+            getattr(ops, f"{row.name}_{phase}"),
+            partial(_linear.explain, row, phase),
+        )
+        for row in _linear.ROWS
+        for phase in ("forward", "backward", "step")
+    }
+)
 
 
 def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:

@@ -42,11 +42,12 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from onchip import _calls
-from onchip._linear import channel, delta, delta_more, dplr, scalar, scalar_gated
+from onchip._linear import channel, delta, delta_more, dplr, helpers, scalar, scalar_gated
 from onchip._linear.channel import *  # noqa: F403
 from onchip._linear.delta import *  # noqa: F403
 from onchip._linear.delta_more import *  # noqa: F403
 from onchip._linear.dplr import *  # noqa: F403
+from onchip._linear.helpers import *  # noqa: F403
 from onchip._linear.scalar import *  # noqa: F403
 from onchip._linear.scalar_gated import *  # noqa: F403
 
@@ -63,6 +64,7 @@ __all__ += channel.__all__
 __all__ += delta.__all__
 __all__ += delta_more.__all__
 __all__ += dplr.__all__
+__all__ += helpers.__all__
 __all__ += scalar.__all__
 __all__ += scalar_gated.__all__
 

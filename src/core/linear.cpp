@@ -2,7 +2,8 @@
 
 namespace onchip {
 
-TokenRange LinearProblem::tokens(std::int64_t n) const {
+TokenRange token_range(bool packed, std::int64_t slot, const TensorView& cu_seqlens,
+                       const TensorView& seqlens, std::int64_t n) {
   TokenRange s;
   if (packed) {
     s.begin = load_integer(cu_seqlens.at(n), cu_seqlens.dtype);

@@ -106,6 +106,10 @@ struct TokenRange {
   std::int64_t length = 0;
 };
 
+// Sequence n of packed or dense tensors. Valid only where the lengths are in host memory.
+TokenRange token_range(bool packed, std::int64_t slot, const TensorView& cu_seqlens,
+                       const TensorView& seqlens, std::int64_t n);
+
 // Below the logarithm of fp32's smallest number a decay is a reset: nothing crosses it.
 constexpr double kSegmentLogDecay = -104.0;
 
@@ -147,7 +151,9 @@ struct LinearProblem {
   std::int64_t key_head(std::int64_t head) const { return head / (num_heads_v / num_heads_k); }
 
   // Valid only where cu_seqlens and seqlens are in host memory.
-  TokenRange tokens(std::int64_t n) const;
+  TokenRange tokens(std::int64_t n) const {
+    return token_range(packed, slot, cu_seqlens, seqlens, n);
+  }
 };
 
 struct LinearForwardProblem : LinearProblem {
@@ -174,8 +180,9 @@ struct LinearStepProblem : LinearProblem {
 };
 
 // Calls f(batch, begin, end) for each maximal run of tokens that belongs to no sequence.
-template <typename F>
-void for_each_slack(const LinearProblem& problem, F&& f) {
+template <typename Problem, typename F>
+  requires requires(const Problem& problem) { problem.tokens(0); }
+void for_each_slack(const Problem& problem, F&& f) {
   std::int64_t covered = 0;
   for (std::int64_t n = 0; n < problem.num_seqs; ++n) {
     const TokenRange s = problem.tokens(n);

@@ -1,5 +1,6 @@
 #include "ops/call.hpp"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "core/status.hpp"
@@ -131,6 +132,25 @@ TensorView read_lengths(Call& call, std::string_view name, const onchip_tensor* 
     throw_invalid(call.op(), name, "shape " + shape_text(view), "rank 1");
   }
   return view;
+}
+
+void check_state_indices(const Call& call, const TensorView& indices, std::int64_t slots) {
+  if (!on_host(indices)) return;
+  std::vector<std::int64_t> used;
+  for (std::int64_t n = 0; n < indices.shape[0]; ++n) {
+    const std::int64_t slot = load_integer(indices.at(n), indices.dtype);
+    if (slot < -1 || slot >= slots) {
+      throw_invalid(call.op(), "state_indices[" + std::to_string(n) + "]", std::to_string(slot),
+                    "a slot below " + std::to_string(slots) + ", or -1 to skip the row");
+    }
+    if (slot >= 0) used.push_back(slot);
+  }
+  std::sort(used.begin(), used.end());
+  const auto twice = std::adjacent_find(used.begin(), used.end());
+  if (twice != used.end()) {
+    throw_invalid(call.op(), "state_indices", "slot " + std::to_string(*twice) + " twice",
+                  "each slot once: a step writes it in place");
+  }
 }
 
 }  // namespace onchip::ops

@@ -82,4 +82,7 @@ void check_cu_seqlens(const Call& call, std::string_view name, const TensorView&
 void check_seqlens(const Call& call, std::string_view name, const TensorView& lengths,
                    const TensorView& cu_seqlens, std::int64_t slot);
 
+// Values of host-side state_indices: slots below `slots`, each at most once, or -1.
+void check_state_indices(const Call& call, const TensorView& indices, std::int64_t slots);
+
 }  // namespace onchip::ops

@@ -27,8 +27,19 @@ std::string explain(onchip_operator op, const void* args) {
       return linear_backward().explain(args);
     case ONCHIP_LINEAR_STEP:
       return linear_step().explain(args);
+    case ONCHIP_CONV_FORWARD:
+      return conv_forward().explain(args);
+    case ONCHIP_CONV_BACKWARD:
+      return conv_backward().explain(args);
+    case ONCHIP_CONV_STEP:
+      return conv_step().explain(args);
+    case ONCHIP_NORM_FORWARD:
+      return norm_forward().explain(args);
+    case ONCHIP_NORM_BACKWARD:
+      return norm_backward().explain(args);
     default:
-      throw_invalid("explain", "op", std::to_string(op), "an onchip_operator (1..4, 16..18)");
+      throw_invalid("explain", "op", std::to_string(op),
+                    "an onchip_operator (1..4, 16..18, 20..22, 24, 25)");
   }
 }
 

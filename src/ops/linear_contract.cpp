@@ -226,25 +226,6 @@ void check_values(const LinearCall& call, const LinearProblem& p) {
   if (p.traits.gate == GateForm::mamba2) check_sign(call, "A", p.inputs.rate, true, p);
 }
 
-void check_state_indices(const LinearCall& call, const TensorView& indices) {
-  if (!on_host(indices)) return;
-  std::vector<std::int64_t> used;
-  for (std::int64_t n = 0; n < indices.shape[0]; ++n) {
-    const std::int64_t slot = load_integer(indices.at(n), indices.dtype);
-    if (slot < -1 || slot >= call.slots) {
-      throw_invalid(call.op(), "state_indices[" + std::to_string(n) + "]", std::to_string(slot),
-                    "a slot below " + std::to_string(call.slots) + ", or -1 to skip the row");
-    }
-    if (slot >= 0) used.push_back(slot);
-  }
-  std::sort(used.begin(), used.end());
-  const auto twice = std::adjacent_find(used.begin(), used.end());
-  if (twice != used.end()) {
-    throw_invalid(call.op(), "state_indices", "slot " + std::to_string(*twice) + " twice",
-                  "each slot once: a step writes it in place");
-  }
-}
-
 // ---- the calls ----------------------------------------------------------------------------------
 
 // What all three share. Returns the inputs' views in the table's order.
@@ -346,7 +327,7 @@ LinearStepProblem normalise(const onchip_linear_step_args& args, CallFacts& fact
   if (!require_whole(call, kState, p.state, p)) {
     throw_invalid(call.op(), part_name(kState, p, 0), "no tensor", "a tensor");
   }
-  if (p.state_indices.present()) check_state_indices(call, p.state_indices);
+  if (p.state_indices.present()) check_state_indices(call, p.state_indices, call.slots);
   finish(call, p, facts);
   return p;
 }

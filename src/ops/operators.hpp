@@ -8,8 +8,10 @@
 #include <string_view>
 
 #include "core/attention.hpp"
+#include "core/conv.hpp"
 #include "core/linear.hpp"
 #include "ops/attention_contract.hpp"
+#include "ops/conv_contract.hpp"
 #include "ops/dispatch.hpp"
 #include "ops/linear_contract.hpp"
 #include "ops/structs.hpp"
@@ -75,6 +77,11 @@ using AttentionMerge = Operator<onchip_attention_merge_args, AttentionMergeProbl
 using LinearForward = Operator<onchip_linear_forward_args, LinearForwardProblem>;
 using LinearBackward = Operator<onchip_linear_backward_args, LinearBackwardProblem>;
 using LinearStepOperator = Operator<onchip_linear_step_args, LinearStepProblem>;
+using ConvForward = Operator<onchip_conv_forward_args, ConvForwardProblem>;
+using ConvBackward = Operator<onchip_conv_backward_args, ConvBackwardProblem>;
+using ConvStep = Operator<onchip_conv_step_args, ConvStepProblem>;
+using NormForward = Operator<onchip_norm_forward_args, NormForwardProblem>;
+using NormBackward = Operator<onchip_norm_backward_args, NormBackwardProblem>;
 
 const AttentionForward& attention_forward();
 const AttentionBackward& attention_backward();
@@ -83,6 +90,11 @@ const AttentionMerge& attention_merge();
 const LinearForward& linear_forward();
 const LinearBackward& linear_backward();
 const LinearStepOperator& linear_step();
+const ConvForward& conv_forward();
+const ConvBackward& conv_backward();
+const ConvStep& conv_step();
+const NormForward& norm_forward();
+const NormBackward& norm_backward();
 
 // The text of onchip_explain.
 std::string explain(onchip_operator op, const void* args);
