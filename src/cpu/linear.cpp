@@ -1,16 +1,33 @@
 // From an engine to its host side.
 #include "cpu/linear.hpp"
 
+#include <string>
+
+#include "core/status.hpp"
 #include "cpu/linear_engines.hpp"
 
 namespace onchip::cpu {
+
+namespace {
+
+constexpr const char* kOtherEngine = "takes operators with one decay a head: use reference";
+
+[[noreturn]] void throw_not_planned(const LinearProblem& problem) {
+  throw Error(ONCHIP_INTERNAL, std::string(problem.op) + ": cpu plans no such engine");
+}
+
+}  // namespace
 
 PlanResult plan_linear_forward(const LinearForwardProblem& problem, const Settings& settings) {
   switch (problem.traits.engine) {
     case LinearEngine::scalar_decay:
       return plan_scalar_forward(problem, settings);
+    case LinearEngine::channel_decay:
+    case LinearEngine::delta_rule:
+    case LinearEngine::dplr:
+      break;
   }
-  return Reject{"has no such engine"};
+  return Reject{kOtherEngine};
 }
 
 PlanResult plan_linear_forward(const LinearForwardProblem& problem) {
@@ -23,6 +40,10 @@ void run_linear_forward(const BackendPlan& plan, const LinearForwardProblem& pro
     case LinearEngine::scalar_decay:
       run_scalar_forward(plan, problem, context);
       return;
+    case LinearEngine::channel_decay:
+    case LinearEngine::delta_rule:
+    case LinearEngine::dplr:
+      throw_not_planned(problem);
   }
 }
 
@@ -30,8 +51,12 @@ PlanResult plan_linear_step(const LinearStepProblem& problem, const Settings& se
   switch (problem.traits.engine) {
     case LinearEngine::scalar_decay:
       return plan_scalar_step(problem, settings);
+    case LinearEngine::channel_decay:
+    case LinearEngine::delta_rule:
+    case LinearEngine::dplr:
+      break;
   }
-  return Reject{"has no such engine"};
+  return Reject{kOtherEngine};
 }
 
 PlanResult plan_linear_step(const LinearStepProblem& problem) {
@@ -44,6 +69,10 @@ void run_linear_step(const BackendPlan& plan, const LinearStepProblem& problem,
     case LinearEngine::scalar_decay:
       run_scalar_step(plan, problem, context);
       return;
+    case LinearEngine::channel_decay:
+    case LinearEngine::delta_rule:
+    case LinearEngine::dplr:
+      throw_not_planned(problem);
   }
 }
 
