@@ -103,9 +103,7 @@ def test_threads_change_no_bit(variant, lengths):
             compare.assert_bitwise("threads", got, want)
 
 
-@pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v.op == "simple_gla"], ids=variant_id
-)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.op == "simple_gla"], ids=variant_id)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_not_finite_stays_where_the_recurrence_has_it(variant, name):
     """A weight of 0 inside a chunk must not make NaN of it."""

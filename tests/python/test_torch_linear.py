@@ -10,6 +10,7 @@ import onchip
 torch = pytest.importorskip("torch")
 import linear_cases  # noqa: E402
 from linear_cases import VARIANTS, variant_id  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import DTYPES, same  # noqa: E402
 from torch_linear_cases import (  # noqa: E402
@@ -319,7 +320,7 @@ def test_compiled_without_a_graph_break(variant):
 def test_one_graph_serves_every_length():
     torch._dynamo.reset()
     variant = FIRST["gated_delta_rule"]
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def function(q, k, v, gate, beta):
         return onchip.torch.gated_delta_rule(q, k, v, gate, beta, output_final_state=True)

@@ -1,5 +1,19 @@
 """Layers made of the operators."""
 
 from onchip.torch.nn._attention import Attention
+from onchip.torch.nn._gated_delta_net import GatedDeltaNet
+from onchip.torch.nn._mamba2 import Mamba2
+from onchip.torch.nn._mlstm import MLSTM
+from onchip.torch.nn._norms import GatedRMSNorm
+from onchip.torch.nn._recurrent import RecurrentState
+from onchip.torch.nn._retnet import RetNet
 
-__all__ = ["Attention"]
+__all__ = [
+    "MLSTM",
+    "Attention",
+    "GatedDeltaNet",
+    "GatedRMSNorm",
+    "Mamba2",
+    "RecurrentState",
+    "RetNet",
+]
