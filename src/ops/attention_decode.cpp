@@ -1,6 +1,7 @@
 // Exact attention over cached keys and values (docs/semantics.md section 2).
 #include <array>
 
+#include "cpu/attention_decode.hpp"
 #include "ops/operators.hpp"
 #include "reference/attention_decode.hpp"
 
@@ -8,7 +9,8 @@ namespace onchip::ops {
 
 namespace {
 
-constexpr std::array<Backend<AttentionDecodeProblem>, 1> kBackends = {{
+constexpr std::array<Backend<AttentionDecodeProblem>, 2> kBackends = {{
+    {"cpu", cpu::plan_attention_decode, cpu::run_attention_decode},
     {"reference", reference::plan_attention_decode, reference::run_attention_decode},
 }};
 

@@ -11,6 +11,7 @@
 
 #include "core/settings.hpp"
 #include "cpu/attention.hpp"
+#include "cpu/attention_decode.hpp"
 #include "cpu/cpu_features.hpp"
 #include "ops/attention_contract.hpp"
 #include "support/host_tensor.hpp"
@@ -54,6 +55,17 @@ inline std::string run_forced(const onchip_attention_merge_args& args, cpu::Isa 
   if (const auto* reject = std::get_if<Reject>(&result)) return reject->reason;
   const auto& plan = std::get<BackendPlan>(result);
   cpu::run_attention_merge(plan, problem, {nullptr, nullptr});
+  return "";
+}
+
+inline std::string run_forced(const onchip_attention_decode_args& args, cpu::Isa isa) {
+  ops::CallFacts facts;
+  const AttentionDecodeProblem problem = ops::normalise(args, facts);
+  const PlanResult result = cpu::plan_attention_decode(problem, forcing(isa));
+  if (const auto* reject = std::get_if<Reject>(&result)) return reject->reason;
+  const auto& plan = std::get<BackendPlan>(result);
+  const GuardedMemory workspace(plan.workspace_bytes, GuardedMemory::Against::end);
+  cpu::run_attention_decode(plan, problem, {workspace.data(), nullptr});
   return "";
 }
 

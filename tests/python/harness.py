@@ -16,7 +16,7 @@ BACKENDS = ["reference", "cpu"]
 if gpu.problem() is None:
     BACKENDS.append(gpu.BACKEND)
 MERGE_BACKENDS = ["reference", "cpu"]
-DECODE_BACKENDS = ["reference"]
+DECODE_BACKENDS = ["reference", "cpu"]
 # test_errors.py proves that the others refuse.
 BACKWARD_BACKENDS = ["reference", "cpu"]
 

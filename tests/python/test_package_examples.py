@@ -22,5 +22,6 @@ def test_example(path, tmp_path):
 def test_there_are_examples():
     assert {path.name for path in EXAMPLES.glob("[a-z]*.py")} >= {
         "attention_numpy.py",
+        "decode_paged.py",
         "ring_attention_merge.py",
     }

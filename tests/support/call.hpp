@@ -19,6 +19,9 @@ inline onchip_status plan(const onchip_attention_backward_args& args, onchip_pla
 inline onchip_status plan(const onchip_attention_merge_args& args, onchip_plan* plan) {
   return onchip_attention_merge_plan(&args, plan);
 }
+inline onchip_status plan(const onchip_attention_decode_args& args, onchip_plan* plan) {
+  return onchip_attention_decode_plan(&args, plan);
+}
 inline onchip_status run(const onchip_plan& plan, const onchip_attention_forward_args& args,
                          void* workspace, void* stream = nullptr) {
   return onchip_attention_forward_run(&plan, &args, workspace, stream);
@@ -30,6 +33,11 @@ inline onchip_status run(const onchip_plan& plan, const onchip_attention_backwar
 inline onchip_status run(const onchip_plan& plan, const onchip_attention_merge_args& args,
                          void* workspace, void* stream = nullptr) {
   return onchip_attention_merge_run(&plan, &args, workspace, stream);
+}
+
+inline onchip_status run(const onchip_plan& plan, const onchip_attention_decode_args& args,
+                         void* workspace, void* stream = nullptr) {
+  return onchip_attention_decode_run(&plan, &args, workspace, stream);
 }
 
 // Starts at a page's first byte, so any alignment up to a page holds.
