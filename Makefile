@@ -1,7 +1,7 @@
 # Every target does the set-up it needs by itself.
 SHELL := /bin/bash
 
-.PHONY: setup build demo test test-long lint format clean
+.PHONY: setup build demo demo-train test test-long lint format clean
 
 setup: ## Debian packages and the Python environment .venv
 	@tools/setup
@@ -11,6 +11,10 @@ build: setup ## the library and its C++ tests, in build/dev
 
 demo: setup ## exact attention inside a real encoder, and against the plain formula
 	@tools/ci/demo
+
+demo-train: ## two language models learn and write; installs PyTorch (CPU build) into .venv
+	@tools/setup --with-torch
+	@tools/ci/demo --train
 
 test: ## every lint, build and test, as CI runs them
 	@tools/ci/test

@@ -133,3 +133,51 @@ def test_wrong_attention_fails_the_second_part(error):
     sweep.check_accuracy([result(sweep.PLAIN, 1e-6), result(sweep.ONCHIP, 2e-6)])
     with pytest.raises(CheckFailed, match="error against fp64"):
         sweep.check_accuracy([result(sweep.PLAIN, 1e-6), result(sweep.ONCHIP, error)])
+
+
+# ---- the third part, which needs torch
+
+
+def test_two_language_models_learn_and_write(tmp_path):
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "examples.demo", "--train", "--quick", "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stderr == ""
+    for text in ("Gated DeltaNet continues:", "attention continues:", "difference"):
+        assert text in run.stdout, run.stdout
+    made = json.loads((tmp_path / "training_cpu.json").read_text())
+    assert [result["model"] for result in made["results"]] == ["attention", "Gated DeltaNet"]
+    for result in made["results"]:
+        assert len(result["text"]) == 24
+        assert result["curve"][-1]["held_out"] < result["curve"][0]["held_out"]
+    assert (tmp_path / "training_cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_state_that_goes_astray_fails_the_third_part(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from examples.demo import training
+    from examples.demo.language_model import LanguageModel
+    from onchip.torch._linear import OPERATORS
+
+    text = training.Text()
+    torch.manual_seed(0)
+    model = LanguageModel(len(text.letters), training.MODELS["Gated DeltaNet"], 128)
+    assert training.write_both_ways("model", model, text, 8)[1]["logit_difference"] < 1e-3
+    step = OPERATORS["gated_delta_rule"]
+    right = step.step
+    monkeypatch.setattr(step, "step", lambda *arguments: 1.01 * right(*arguments))
+    with pytest.raises(CheckFailed, match="logits differ by"):
+        training.write_both_ways("model", model, text, 8)
+
+
+def test_models_that_learned_nothing_fail_the_third_part():
+    pytest.importorskip("torch")
+    from examples.demo import training
+
+    curve = [{"held_out": 4.5}, {"held_out": 3.1}]
+    training.check_learning([{"model": "model", "curve": curve}], 3.4, quick=False)
+    for last in (3.3, math.nan):
+        curve[1]["held_out"] = last
+        with pytest.raises(CheckFailed, match=r"wanted below 3\.2"):
+            training.check_learning([{"model": "model", "curve": curve}], 3.4, quick=False)
