@@ -1,5 +1,6 @@
 // Exact attention on the CPU: forward over tiles of keys with an online softmax, backward by
-// recomputation from lse; one unit per instruction set, threads over sequences, kv heads and blocks.
+// recomputation from lse; one unit per instruction set, threads over sequences, kv heads and
+// blocks.
 #pragma once
 
 #include "core/attention.hpp"

@@ -94,12 +94,19 @@ BackwardShape backward_shape(const AttentionBackwardProblem& problem) {
   shape.head_dim_v = problem.head_dim_v;
   const std::int64_t row_bytes =
       (problem.head_dim_qk + problem.head_dim_v) * arithmetic_size(problem.dtype);
-  shape.tile_rows = row_bytes <= 2048 ? 96 : row_bytes <= 4096 ? 64 : 32;
-  shape.chunk_keys = row_bytes <= 512    ? 384
-                     : row_bytes <= 1024 ? 288
-                     : row_bytes <= 3072 ? 96
-                     : row_bytes <= 8192 ? 48
-                                         : 16;
+  struct Tiles {
+    std::int64_t row_bytes, tile_rows, chunk_keys;
+  };
+  constexpr Tiles kTiles[] = {{512, 96, 384}, {1024, 96, 288}, {2048, 96, 96},
+                              {3072, 64, 96}, {4096, 64, 48},  {8192, 32, 48}};
+  shape.tile_rows = 32;
+  shape.chunk_keys = 16;
+  for (const Tiles& tiles : kTiles) {
+    if (row_bytes > tiles.row_bytes) continue;
+    shape.tile_rows = tiles.tile_rows;
+    shape.chunk_keys = tiles.chunk_keys;
+    break;
+  }
   shape.adjusts_scores = options.bias.wanted || options.mask.wanted ||
                          options.alibi_slopes.wanted || options.q_segment_ids.wanted;
   shape.dropout = options.dropout_p > 0.0;
@@ -324,8 +331,8 @@ void BackwardRun::run_keys(std::int64_t index, std::int32_t worker) const {
 
 // Sequences and heads are taken one by one, rows and columns in the blocks of a task.
 std::int64_t BackwardRun::bias_tiles(int axis) const {
-  const std::int64_t size = axis == 2 ? shape_.tile_rows : axis == 3 ? shape_.chunk_keys : 1;
-  return ceil_div(problem_.dbias_shape[axis], size);
+  const std::int64_t sizes[] = {1, 1, shape_.tile_rows, shape_.chunk_keys};
+  return ceil_div(problem_.dbias_shape[axis], sizes[axis]);
 }
 
 std::int64_t BackwardRun::bias_tasks() const {
@@ -499,12 +506,18 @@ void BackwardRun::run() {
       !lists && (wants_dk(problem_) || wants_dv(problem_)) ? keys_.count() : 0;
   parallel_for(list_tasks + row_tasks + key_tasks + bias_tasks(), workers_,
                [&](std::int64_t index, std::int32_t worker) {
-                 if (index < list_tasks) return run_list(index, worker);
-                 index -= list_tasks;
-                 if (index < row_tasks) return run_rows(index, worker);
-                 index -= row_tasks;
-                 if (index < key_tasks) return run_keys(index, worker);
-                 run_bias(index - key_tasks, worker);
+                 const std::int64_t row = index - list_tasks;
+                 const std::int64_t key = row - row_tasks;
+                 const std::int64_t bias = key - key_tasks;
+                 if (row < 0) {
+                   run_list(index, worker);
+                 } else if (key < 0) {
+                   run_rows(row, worker);
+                 } else if (bias < 0) {
+                   run_keys(key, worker);
+                 } else {
+                   run_bias(bias, worker);
+                 }
                });
   clear_slack();
 }

@@ -74,20 +74,21 @@ template <typename T, Factor kFactor, int kM, int kVectors, bool kAdd>
 }
 
 template <typename T, Factor kFactor, int kVectors, bool kAdd>
-void product(Product<T> x, std::int64_t rows) {
-  const auto advance = [&](std::int64_t by) {
-    x.a += kFactor == Factor::rows ? by * x.a_stride : by;
-    x.c += by * x.c_stride;
-    rows -= by;
+void product(const Product<T>& whole, std::int64_t rows) {
+  Product<T> x = whole;
+  const auto move_to = [&](std::int64_t row) {
+    x.a = whole.a + (kFactor == Factor::rows ? row * x.a_stride : row);
+    x.c = whole.c + row * x.c_stride;
   };
-  while (rows >= kRegisterRows) {
+  std::int64_t row = 0;
+  for (; row + kRegisterRows <= rows; row += kRegisterRows) {
+    move_to(row);
     product_tile<T, kFactor, kRegisterRows, kVectors, kAdd>(x, kRegisterRows);
-    advance(kRegisterRows);
   }
-  while (rows > 0) {
-    const auto count = static_cast<int>(smaller(kTailRows, rows));
-    product_tile<T, kFactor, kTailRows, kVectors, kAdd>(x, count);
-    advance(count);
+  for (; row < rows; row += kTailRows) {
+    move_to(row);
+    product_tile<T, kFactor, kTailRows, kVectors, kAdd>(
+        x, static_cast<int>(smaller(kTailRows, rows - row)));
   }
 }
 
