@@ -47,6 +47,35 @@ void run_linear_forward(const BackendPlan& plan, const LinearForwardProblem& pro
   }
 }
 
+PlanResult plan_linear_backward(const LinearBackwardProblem& problem, const Settings& settings) {
+  switch (problem.traits.engine) {
+    case LinearEngine::scalar_decay:
+      return plan_scalar_backward(problem, settings);
+    case LinearEngine::channel_decay:
+    case LinearEngine::delta_rule:
+    case LinearEngine::dplr:
+      break;
+  }
+  return Reject{kOtherEngine};
+}
+
+PlanResult plan_linear_backward(const LinearBackwardProblem& problem) {
+  return plan_linear_backward(problem, settings());
+}
+
+void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& problem,
+                         const RunContext& context) {
+  switch (problem.traits.engine) {
+    case LinearEngine::scalar_decay:
+      run_scalar_backward(plan, problem, context);
+      return;
+    case LinearEngine::channel_decay:
+    case LinearEngine::delta_rule:
+    case LinearEngine::dplr:
+      throw_not_planned(problem);
+  }
+}
+
 PlanResult plan_linear_step(const LinearStepProblem& problem, const Settings& settings) {
   switch (problem.traits.engine) {
     case LinearEngine::scalar_decay:

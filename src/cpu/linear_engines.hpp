@@ -11,6 +11,10 @@ PlanResult plan_scalar_forward(const LinearForwardProblem& problem, const Settin
 void run_scalar_forward(const BackendPlan& plan, const LinearForwardProblem& problem,
                         const RunContext& context);
 
+PlanResult plan_scalar_backward(const LinearBackwardProblem& problem, const Settings& settings);
+void run_scalar_backward(const BackendPlan& plan, const LinearBackwardProblem& problem,
+                         const RunContext& context);
+
 PlanResult plan_scalar_step(const LinearStepProblem& problem, const Settings& settings);
 void run_scalar_step(const BackendPlan& plan, const LinearStepProblem& problem,
                      const RunContext& context);

@@ -166,6 +166,19 @@ void products(std::int64_t rows, std::int64_t columns, const Product<T>& first, 
   });
 }
 
+// c += product, whose steps are limited as above.
+template <typename T>
+void add_products(std::int64_t rows, std::int64_t columns, const Product<T>& product, Steps steps,
+                  T* c, std::int64_t c_stride) {
+  for_each_tile<T>(rows, columns, [&](auto kRows, auto kVectors, std::int64_t m, std::int64_t n) {
+    const bool up_to_row = steps == Steps::up_to_row && m + kRows < product.end;
+    const std::int64_t end = up_to_row ? m + kRows : product.end;
+    const std::int64_t begin = steps == Steps::from_row && m < end ? m : product.begin;
+    T* at = c + m * c_stride + n;
+    update_tile<T, kRows, kVectors>(at_tile(product, m, n, begin, end), at, T{1}, at, c_stride);
+  });
+}
+
 // c[m][n] of the register tiles that reach the diagonal or below it (n <= m); the rest is not
 // touched.
 template <typename T>

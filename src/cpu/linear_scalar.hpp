@@ -29,6 +29,18 @@ struct ScalarChunk {
   bool recurrent = false;  // token by token
 };
 
+// Backward of a chunk, beside the chunk itself (whose `o` is not used).
+struct ScalarGradients {
+  UnitRow d_o;
+  UnitRow dq, dk;  // of the key head; data NULL: not wanted
+  UnitRow dv, dz;
+  bool first_head = false;    // of those that read one key head: nothing has been summed yet
+  bool last_head = false;     // all have: dq and dk are stored
+  double* d_decay = nullptr;  // [rows], of the log decays; NULL: not wanted
+  double* d_write = nullptr;  // [rows], of the weights; NULL: not wanted
+  double* d_skip = nullptr;   // [skip_width], added to
+};
+
 #define ONCHIP_CPU_DECLARE_LINEAR_SCALAR(isa)                                                      \
   namespace isa {                                                                                  \
   std::size_t linear_state_bytes(const LinearShape& shape);                                        \
@@ -48,6 +60,21 @@ struct ScalarChunk {
   void scalar_join(const LinearShape& shape, const ChunkGates& gates, bool empty,                  \
                    std::int64_t slice, std::int64_t slices, const std::byte* before,               \
                    const std::byte* local, std::byte* after);                                      \
+  /* <a, b> of two states. */                                                                      \
+  double linear_state_dot(const LinearShape& shape, const std::byte* a, const std::byte* b);       \
+  std::size_t scalar_backward_scratch_bytes(const LinearShape& shape);                             \
+  /* Of a chunk's rows [rows][width]: the gradients of what they read. */                          \
+  std::size_t scalar_read_bytes(const LinearShape& shape);                                         \
+  /* From d_o to `d_read`, with dz and d_skip; `before` as in scalar_outputs. */                   \
+  void scalar_pull_read(const ScalarChunk& chunk, const ScalarGradients& gradients,                \
+                        const std::byte* before, std::byte* d_read, std::byte* scratch);           \
+  /* What the chunk alone adds to the gradient of the state before it. */                          \
+  void scalar_local_gradient(const ScalarChunk& chunk, const std::byte* d_read, std::byte* local,  \
+                             std::byte* scratch);                                                  \
+  /* The rows' gradients from the state before the chunk and the gradient of the one after. */     \
+  void scalar_gradients(const ScalarChunk& chunk, const ScalarGradients& gradients,                \
+                        const std::byte* before, const std::byte* d_after,                         \
+                        const std::byte* d_read, std::byte* scratch);                              \
   }
 
 ONCHIP_CPU_DECLARE_LINEAR_SCALAR(portable)

@@ -2,11 +2,14 @@
 
 namespace onchip::cpu {
 
-#define ONCHIP_CPU_UNIT(isa)                                                                    \
-  ScalarUnit {                                                                                  \
-    isa::linear_state_bytes, isa::linear_load_state, isa::linear_store_state,                   \
-        isa::scalar_forward_scratch_bytes, isa::scalar_outputs, isa::scalar_local_state,        \
-        isa::scalar_join, "linear_forward/scalar_decay/" #isa, "linear_step/scalar_decay/" #isa \
+#define ONCHIP_CPU_UNIT(isa)                                                             \
+  ScalarUnit {                                                                           \
+    isa::linear_state_bytes, isa::linear_load_state, isa::linear_store_state,            \
+        isa::scalar_forward_scratch_bytes, isa::scalar_outputs, isa::scalar_local_state, \
+        isa::scalar_join, isa::linear_state_dot, isa::scalar_backward_scratch_bytes,     \
+        isa::scalar_read_bytes, isa::scalar_pull_read, isa::scalar_local_gradient,       \
+        isa::scalar_gradients, "linear_forward/scalar_decay/" #isa,                      \
+        "linear_step/scalar_decay/" #isa, "linear_backward/scalar_decay/" #isa           \
   }
 
 ScalarUnit scalar_unit(Isa isa) {

@@ -25,8 +25,19 @@ struct ScalarUnit {
   void (*join)(const LinearShape& shape, const ChunkGates& gates, bool empty, std::int64_t slice,
                std::int64_t slices, const std::byte* before, const std::byte* local,
                std::byte* after);
+  double (*state_dot)(const LinearShape& shape, const std::byte* a, const std::byte* b);
+  std::size_t (*backward_scratch_bytes)(const LinearShape& shape);
+  std::size_t (*read_bytes)(const LinearShape& shape);
+  void (*pull_read)(const ScalarChunk& chunk, const ScalarGradients& gradients,
+                    const std::byte* before, std::byte* d_read, std::byte* scratch);
+  void (*local_gradient)(const ScalarChunk& chunk, const std::byte* d_read, std::byte* local,
+                         std::byte* scratch);
+  void (*gradients)(const ScalarChunk& chunk, const ScalarGradients& gradients,
+                    const std::byte* before, const std::byte* d_after, const std::byte* d_read,
+                    std::byte* scratch);
   const char* forward_name;
   const char* step_name;
+  const char* backward_name;
 };
 
 // Only of an instruction set that is available.

@@ -14,7 +14,8 @@ constexpr std::array<Backend<LinearForwardProblem>, 2> kForwardBackends = {{
     {"cpu", cpu::plan_linear_forward, cpu::run_linear_forward},
     {"reference", reference::plan_linear_forward, reference::run_linear_forward},
 }};
-constexpr std::array<Backend<LinearBackwardProblem>, 1> kBackwardBackends = {{
+constexpr std::array<Backend<LinearBackwardProblem>, 2> kBackwardBackends = {{
+    {"cpu", cpu::plan_linear_backward, cpu::run_linear_backward},
     {"reference", reference::plan_linear_backward, reference::run_linear_backward},
 }};
 constexpr std::array<Backend<LinearStepProblem>, 2> kStepBackends = {{

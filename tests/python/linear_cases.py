@@ -15,7 +15,15 @@ from onchip.oracle.linear_cases import SHORT_KEYS, TENSORS
 from onchip.oracle.linear_compare import parts_of
 
 # Each is forced by name, for the operators that it takes; None: all.
-BACKENDS: Mapping = {"reference": None}
+SCALAR_DECAY = (
+    "linear_attention",
+    "retention",
+    "lightning_attention",
+    "simple_gla",
+    "mamba2",
+    "mlstm",
+)
+BACKENDS: Mapping = {"reference": None, "cpu": SCALAR_DECAY}
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
 
 CONSTANT_SHAPES = ("head", "head_value", "head_key")

@@ -4,14 +4,19 @@ work is cut, numbers that are not finite inside a chunk."""
 import numpy as np
 import pytest
 from linear_cases import (
+    BACKENDS,
     VARIANTS,
     Sizes,
+    backward,
+    check_backward,
+    d_final_of,
     draw,
     draw_state,
+    dtype_of,
     exact,
     exact_state,
     forward,
-    output_like,
+    output_shape,
     parts_of,
     step,
     variant_id,
@@ -22,12 +27,13 @@ import onchip
 from onchip.oracle import compare, linear_compare
 
 CHUNK = 64
-every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+TAKEN = [v for v in VARIANTS if v.op in BACKENDS["cpu"]]
+every_variant = pytest.mark.parametrize("variant", TAKEN, ids=variant_id)
 
 
 def judged_forward(variant, tensors, state, **options):
     """cpu's (o, final state), against the reference in float64."""
-    dtype = output_like(variant, tensors).dtype
+    dtype = dtype_of(variant, tensors)
     got = forward("cpu", variant, tensors, initial_state=state, output_final_state=True, **options)
     want = forward(
         "reference",
@@ -70,7 +76,19 @@ def test_steps_go_on_from_chunks(variant):
 
 
 @every_variant
-@pytest.mark.parametrize("dims", [(1, 1), (16, 16), (33, 65), (128, 16), (64, 200)], ids=str)
+def test_backward_at_every_length(variant):
+    for length in [*range(20), *range(60, 70), *range(124, 131)]:
+        rng = np.random.default_rng(length)
+        sizes = Sizes(batch=1, length=length, heads_k=1, heads_v=2, dk=5, dv=3)
+        tensors = draw(rng, variant, sizes, np.float32)
+        state = draw_state(rng, variant, sizes, 1, np.float32, variant.layout({}))
+        d_o = rng.standard_normal(output_shape(variant, tensors)).astype(np.float32)
+        d_final = d_final_of(rng, variant, state)
+        check_backward("cpu", variant, d_o, tensors, initial_state=state, d_final_state=d_final)
+
+
+@every_variant
+@pytest.mark.parametrize("dims", [(2, 1), (16, 16), (33, 65), (128, 16), (64, 200)], ids=str)
 def test_widths(variant, dims):
     rng = np.random.default_rng(2)
     for dtype in (np.float32, np.float64):
@@ -78,29 +96,45 @@ def test_widths(variant, dims):
         tensors = draw(rng, variant, sizes, dtype)
         state = draw_state(rng, variant, sizes, 1, dtype, variant.layout({}))
         judged_forward(variant, tensors, state)
+        d_o = rng.standard_normal(output_shape(variant, tensors)).astype(dtype)
+        check_backward("cpu", variant, d_o, tensors, initial_state=state)
 
 
 @every_variant
 @pytest.mark.parametrize("lengths", [(1000,), (5, 0, 700, 64, 3, 130)], ids=str)
-def test_threads_change_no_bit(variant, lengths):
-    """With one thread chunks run in order, with many side by side."""
+def test_threads_and_kept_states_change_no_bit(variant, lengths):
+    """With one thread forward's chunks run in order, with many side by side."""
     rng = np.random.default_rng(3)
     cu = np.cumsum([0, *lengths]).astype(np.int32)
     sizes = Sizes(heads_k=1, heads_v=1, dk=20, dv=12)
     tensors = draw(rng, variant, sizes, np.float32, lead=(int(cu[-1]),))
     state = draw_state(rng, variant, sizes, len(lengths), np.float32, variant.layout({}))
+    d_o = rng.standard_normal(output_shape(variant, tensors)).astype(np.float32)
+    d_final = d_final_of(rng, variant, state)
     results = []
     threads = onchip.get_num_threads()
     try:
-        for count in (1, 2, 3, 7):
+        for count, chunk_len in ((1, None), (2, 64), (3, 192), (7, 16)):
             onchip.set_num_threads(count)
             o, final = judged_forward(variant, tensors, state, cu_seqlens=cu)
-            results.append((o, *parts_of(final)))
+            gradients = backward(
+                "cpu",
+                variant,
+                d_o,
+                tensors,
+                initial_state=state,
+                d_final_state=d_final,
+                cu_seqlens=cu,
+                chunk_len=chunk_len,
+            )
+            flat = [part for field in gradients for part in parts_of(field)]
+            results.append((o, *parts_of(final), *flat))
     finally:
         onchip.set_num_threads(threads)
     for other in results[1:]:
         for got, want in zip(other, results[0], strict=True):
-            compare.assert_bitwise("threads", got, want)
+            if want is not None:
+                compare.assert_bitwise("threads", got, want)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.op == "simple_gla"], ids=variant_id)

@@ -40,6 +40,15 @@ cut_by_resets = pytest.mark.parametrize(
 SIZES = Sizes(batch=1, length=70, heads_k=2, heads_v=2, dk=8, dv=4)
 
 
+def assert_same_sums(on, got, want):
+    """The same numbers where tokens have moved: their sums have another order if chunks are
+    summed."""
+    if on == "reference":
+        compare.assert_bitwise("moved", got, want)
+    else:
+        np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
+
+
 def run_both_ways(on, variant, tensors, dtype=np.float32):
     rng = np.random.default_rng(0)
     state = draw_state(rng, variant, SIZES, 1, dtype, variant.layout({}))
@@ -104,8 +113,8 @@ def test_a_state_that_is_not_finite_ends_at_a_reset(on, variant):
     assert not np.isfinite(o[:, 5]).any()
     late = with_tokens(variant, tensors, 9, SIZES.length)
     want, want_final = forward(on, variant, late, output_final_state=True)
-    compare.assert_bitwise("o", o[:, 9:], want)
-    compare.assert_bitwise("final", final, want_final)
+    assert_same_sums(on, o[:, 9:], want)
+    assert_same_sums(on, final, want_final)
 
 
 @decayed
@@ -229,5 +238,5 @@ def test_left_padding_changes_nothing(on, variant):
         front = rng.standard_normal((1, 7, *x.shape[2:]))
         padded[name] = np.concatenate([front * (name in ("q", "v")), x], axis=1)
     got, got_final = forward(on, variant, padded, output_final_state=True)
-    compare.assert_bitwise("o", got[:, 7:], o)
-    compare.assert_bitwise("final", got_final, final)
+    assert_same_sums(on, got[:, 7:], o)
+    assert_same_sums(on, got_final, final)
