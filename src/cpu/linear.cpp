@@ -10,7 +10,8 @@ namespace onchip::cpu {
 
 namespace {
 
-constexpr const char* kOtherEngine = "takes operators with one decay a head: use reference";
+constexpr const char* kOtherEngine =
+    "takes operators with one decay a head and delta rules: use reference";
 
 [[noreturn]] void throw_not_planned(const LinearProblem& problem) {
   throw Error(ONCHIP_INTERNAL, std::string(problem.op) + ": cpu plans no such engine");
@@ -22,8 +23,9 @@ PlanResult plan_linear_forward(const LinearForwardProblem& problem, const Settin
   switch (problem.traits.engine) {
     case LinearEngine::scalar_decay:
       return plan_scalar_forward(problem, settings);
-    case LinearEngine::channel_decay:
     case LinearEngine::delta_rule:
+      return plan_delta_forward(problem, settings);
+    case LinearEngine::channel_decay:
     case LinearEngine::dplr:
       break;
   }
@@ -40,8 +42,10 @@ void run_linear_forward(const BackendPlan& plan, const LinearForwardProblem& pro
     case LinearEngine::scalar_decay:
       run_scalar_forward(plan, problem, context);
       return;
-    case LinearEngine::channel_decay:
     case LinearEngine::delta_rule:
+      run_delta_forward(plan, problem, context);
+      return;
+    case LinearEngine::channel_decay:
     case LinearEngine::dplr:
       throw_not_planned(problem);
   }
@@ -51,8 +55,9 @@ PlanResult plan_linear_backward(const LinearBackwardProblem& problem, const Sett
   switch (problem.traits.engine) {
     case LinearEngine::scalar_decay:
       return plan_scalar_backward(problem, settings);
-    case LinearEngine::channel_decay:
     case LinearEngine::delta_rule:
+      return plan_delta_backward(problem, settings);
+    case LinearEngine::channel_decay:
     case LinearEngine::dplr:
       break;
   }
@@ -69,8 +74,10 @@ void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& p
     case LinearEngine::scalar_decay:
       run_scalar_backward(plan, problem, context);
       return;
-    case LinearEngine::channel_decay:
     case LinearEngine::delta_rule:
+      run_delta_backward(plan, problem, context);
+      return;
+    case LinearEngine::channel_decay:
     case LinearEngine::dplr:
       throw_not_planned(problem);
   }
@@ -80,8 +87,9 @@ PlanResult plan_linear_step(const LinearStepProblem& problem, const Settings& se
   switch (problem.traits.engine) {
     case LinearEngine::scalar_decay:
       return plan_scalar_step(problem, settings);
-    case LinearEngine::channel_decay:
     case LinearEngine::delta_rule:
+      return plan_delta_step(problem, settings);
+    case LinearEngine::channel_decay:
     case LinearEngine::dplr:
       break;
   }
@@ -98,8 +106,10 @@ void run_linear_step(const BackendPlan& plan, const LinearStepProblem& problem,
     case LinearEngine::scalar_decay:
       run_scalar_step(plan, problem, context);
       return;
-    case LinearEngine::channel_decay:
     case LinearEngine::delta_rule:
+      run_delta_step(plan, problem, context);
+      return;
+    case LinearEngine::channel_decay:
     case LinearEngine::dplr:
       throw_not_planned(problem);
   }

@@ -23,7 +23,8 @@ SCALAR_DECAY = (
     "mamba2",
     "mlstm",
 )
-BACKENDS: Mapping = {"reference": None, "cpu": SCALAR_DECAY}
+DELTA_RULES = ("delta_rule", "gated_delta_rule", "kda", "comba", "gdn2", "gated_delta_product")
+BACKENDS: Mapping = {"reference": None, "cpu": (*SCALAR_DECAY, *DELTA_RULES)}
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
 
 CONSTANT_SHAPES = ("head", "head_value", "head_key")

@@ -1,0 +1,109 @@
+// One chunk of the engine delta_rule, S_t = S' - k_t (e_t^T S'') + k_t x_t^T: what the host hands to
+// the units. States in scratch memory are opaque here (linear_tiles.hpp has their form), of the
+// arithmetic's type: fp32, for fp64 inputs fp64.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/linear_unit.hpp"
+
+namespace onchip::cpu {
+
+// Rows of a chunk at most. Short chunks keep the triangular systems small beside the products with
+// the state; where channels decay, every pair of rows has a product of its own.
+constexpr std::int64_t kDeltaRows = 32;
+constexpr std::int64_t kDeltaChannelRows = 16;
+// A chunk this short runs row by row.
+constexpr std::int64_t kDeltaRowByRow = 4;
+
+// Of one value head, whatever the chunk.
+struct DeltaShape {
+  LinearShape linear;
+  EraseForm erase = EraseForm::keys;
+  bool channels = false;   // the decay has dk numbers a row
+  bool exclusive = false;  // e reads the state before the decay
+  bool l2norm = false;     // of q and k
+  double scale = 1.0;
+  std::int64_t rows_per_token = 1;  // the last one reads
+};
+
+// What a chunk's rows have besides channels, in double precision. A reset is always the first row of
+// its chunk, so that no pair of rows has one between.
+struct DeltaGates {
+  std::int64_t rows = 0;
+  bool reset = false;             // nothing of the state before passes the first decay
+  double first = 0.0;             // log of the first row's decay, base 2
+  double cumulative[kDeltaRows];  // sum of log decays after the first row up to row i, base 2
+  double beta[kDeltaRows];        // what erases and writes; 1 where channels do
+};
+
+struct DeltaChunk {
+  DeltaShape shape;
+  const DeltaGates* gates = nullptr;
+  std::int64_t first_read = 0;  // the first row that reads; every rows_per_token-th from there does
+  UnitRow q, o;                 // of the rows that read
+  UnitRow k, v, a, b;
+  DType a_dtype = DType::f32;
+  DType b_dtype = DType::f32;
+  // Of channels, natural logarithms: rows of the tensor, or [rows][dk].
+  UnitRow log_decay;
+  DType log_decay_dtype = DType::f32;
+  const double* formed_log_decay = nullptr;
+  bool empty = false;       // the state before is 0: it is not read
+  bool row_by_row = false;  // the state before is not finite
+};
+
+// What backward has besides. Gradients of rows that several value heads share are summed in scratch
+// memory, [row][dk] of the arithmetic's type, and stored with the last head; NULL: there is one head.
+struct DeltaBackwardChunk {
+  DeltaChunk forward;
+  UnitRow d_o, dq;  // of the rows that read
+  UnitRow dk, dv, da, db;
+  UnitRow d_log_decay;  // of channels, where they are given
+  std::byte* q_sums = nullptr;
+  std::byte* k_sums = nullptr;
+  std::byte* a_sums = nullptr;
+  bool first_head = true;
+  bool last_head = true;
+  double* d_decay = nullptr;     // [rows] of the log decay, where it is one number
+  double* d_channels = nullptr;  // [rows][dk], where they are formed from raw gates
+  double* d_beta = nullptr;      // [rows]
+};
+
+// What a state holds.
+struct StateContent {
+  bool empty = true;
+  bool finite = true;
+};
+
+#define ONCHIP_CPU_DECLARE_LINEAR_DELTA(isa)                                                        \
+  namespace isa {                                                                                   \
+  std::size_t delta_state_bytes(const DeltaShape& shape);                                           \
+  /* Absent: 0. */                                                                                  \
+  StateContent delta_load_state(const DeltaShape& shape, const UnitState& matrix,                   \
+                                std::byte* state);                                                  \
+  void delta_store_state(const DeltaShape& shape, const std::byte* state,                           \
+                         const UnitState& matrix);                                                  \
+  std::size_t delta_forward_scratch_bytes(const DeltaShape& shape);                                 \
+  /* The chunk's outputs, where o has memory, and the state after it in place of the one before. */ \
+  /* Whether all that was read is finite. */                                                        \
+  bool delta_forward(const DeltaChunk& chunk, std::byte* state, std::byte* scratch);                \
+  std::size_t delta_backward_scratch_bytes(const DeltaShape& shape);                                \
+  std::size_t delta_sum_row_bytes(const DeltaShape& shape);                                         \
+  /* ends[d]: the sum over row d of state * d_state. */                                             \
+  void delta_ends(const DeltaShape& shape, const std::byte* state, const std::byte* d_state,        \
+                  std::byte* ends);                                                                 \
+  /* From the state before the chunk and the gradient of the one after it to that of the one */     \
+  /* before, in place; `ends` alike. */                                                             \
+  void delta_backward(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state,  \
+                      std::byte* ends, std::byte* scratch);                                         \
+  }
+
+ONCHIP_CPU_DECLARE_LINEAR_DELTA(portable)
+ONCHIP_CPU_DECLARE_LINEAR_DELTA(avx2)
+ONCHIP_CPU_DECLARE_LINEAR_DELTA(avx512)
+ONCHIP_CPU_DECLARE_LINEAR_DELTA(avx512_bf16)
+#undef ONCHIP_CPU_DECLARE_LINEAR_DELTA
+
+}  // namespace onchip::cpu
