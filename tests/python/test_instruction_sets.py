@@ -16,6 +16,7 @@ FILES = [
     "test_dropout.py",
     "test_heads.py",
     "test_hot_inputs.py",
+    "test_linear_cpu_delta.py",
     "test_masking_empty_rows.py",
     "test_merge.py",
     "test_non_finite.py",

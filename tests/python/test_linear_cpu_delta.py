@@ -1,6 +1,8 @@
 """What only the CPU's chunks of the delta rules can get wrong: every length around them, how the
 work is cut, similar keys, resets inside them, numbers that are not finite."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from harness import BFLOAT16
@@ -72,7 +74,7 @@ def drawn(rng, variant, sizes, dtype=np.float32):
     shape = (sizes.batch, sizes.length, sizes.heads_v, sizes.dv)
     d_o = rng.standard_normal(shape).astype(dtype)
     d_final = draw_state(rng, variant, sizes, sizes.batch, dtype)
-    # As large as a few rows make them, so that the gates' gradients are no differences of large sums.
+    # As large as a few rows make them: else the gates' gradients are differences of large sums.
     return tensors, state * state.dtype.type(0.125), d_o, d_final * d_final.dtype.type(0.125)
 
 
@@ -94,7 +96,7 @@ def test_random_splits_hand_the_state_on(variant):
         inner = np.sort(rng.choice(np.arange(1, sizes.length), 3, replace=False))
         cuts = [0, *inner, sizes.length]
         carried, initials, outputs = state, [], []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             initials.append(carried)
             part, carried = forward(
                 "cpu",
@@ -107,7 +109,7 @@ def test_random_splits_hand_the_state_on(variant):
         linear_compare.judge("o", np.concatenate(outputs, 1), o, np.float32)
         linear_compare.judge("final_state", carried, final, np.float32)
         d_carried = d_final
-        for begin, end, initial in reversed(list(zip(cuts, cuts[1:], initials, strict=False))):
+        for begin, end, initial in reversed(list(zip(cuts[:-1], cuts[1:], initials, strict=True))):
             got = backward(
                 "cpu",
                 variant,
