@@ -1,6 +1,6 @@
-// delta_rule's forward and step: how the work is cut. A task is some columns of one (sequence, value
-// head), its chunks in order; columns do not meet, so a head is cut where there are more threads than
-// heads, with the same bits.
+// delta_rule's forward and step: how the work is cut. A task is some columns of one (sequence,
+// value head), its chunks in order; columns do not meet, so a head is cut where there are more
+// threads than heads, with the same bits.
 #include <algorithm>
 #include <cstring>
 
@@ -12,8 +12,8 @@ namespace onchip::cpu {
 
 namespace {
 
-// Columns of a slice at least: the triangular systems are the same for all columns, and made anew by
-// each slice.
+// Columns of a slice at least: the triangular systems are the same for all columns, and made anew
+// by each slice.
 constexpr std::int64_t kSliceColumns = 32;
 
 enum Word : std::size_t {

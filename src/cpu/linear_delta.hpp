@@ -1,5 +1,5 @@
-// One chunk of the engine delta_rule, S_t = S' - k_t (e_t^T S'') + k_t x_t^T: what the host hands to
-// the units. States in scratch memory are opaque here (linear_tiles.hpp has their form), of the
+// One chunk of the engine delta_rule, S_t = S' - k_t (e_t^T S'') + k_t x_t^T: what the host hands
+// to the units. States in scratch memory are opaque here (linear_tiles.hpp has their form), of the
 // arithmetic's type: fp32, for fp64 inputs fp64.
 #pragma once
 
@@ -28,8 +28,8 @@ struct DeltaShape {
   std::int64_t rows_per_token = 1;  // the last one reads
 };
 
-// What a chunk's rows have besides channels, in double precision. A reset is always the first row of
-// its chunk, so that no pair of rows has one between.
+// What a chunk's rows have besides channels, in double precision. A reset is always the first row
+// of its chunk, so that no pair of rows has one between.
 struct DeltaGates {
   std::int64_t rows = 0;
   bool reset = false;             // nothing of the state before passes the first decay
@@ -55,7 +55,8 @@ struct DeltaChunk {
 };
 
 // What backward has besides. Gradients of rows that several value heads share are summed in scratch
-// memory, [row][dk] of the arithmetic's type, and stored with the last head; NULL: there is one head.
+// memory, [row][dk] of the arithmetic's type, and stored with the last head; NULL: there is one
+// head.
 struct DeltaBackwardChunk {
   DeltaChunk forward;
   UnitRow d_o, dq;  // of the rows that read
@@ -77,27 +78,27 @@ struct StateContent {
   bool finite = true;
 };
 
-#define ONCHIP_CPU_DECLARE_LINEAR_DELTA(isa)                                                        \
-  namespace isa {                                                                                   \
-  std::size_t delta_state_bytes(const DeltaShape& shape);                                           \
-  /* Absent: 0. */                                                                                  \
-  StateContent delta_load_state(const DeltaShape& shape, const UnitState& matrix,                   \
-                                std::byte* state);                                                  \
-  void delta_store_state(const DeltaShape& shape, const std::byte* state,                           \
-                         const UnitState& matrix);                                                  \
-  std::size_t delta_forward_scratch_bytes(const DeltaShape& shape);                                 \
-  /* The chunk's outputs, where o has memory, and the state after it in place of the one before. */ \
-  /* Whether all that was read is finite. */                                                        \
-  bool delta_forward(const DeltaChunk& chunk, std::byte* state, std::byte* scratch);                \
-  std::size_t delta_backward_scratch_bytes(const DeltaShape& shape);                                \
-  std::size_t delta_sum_row_bytes(const DeltaShape& shape);                                         \
-  /* ends[d]: the sum over row d of state * d_state. */                                             \
-  void delta_ends(const DeltaShape& shape, const std::byte* state, const std::byte* d_state,        \
-                  std::byte* ends);                                                                 \
-  /* From the state before the chunk and the gradient of the one after it to that of the one */     \
-  /* before, in place; `ends` alike. */                                                             \
-  void delta_backward(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state,  \
-                      std::byte* ends, std::byte* scratch);                                         \
+#define ONCHIP_CPU_DECLARE_LINEAR_DELTA(isa)                                                       \
+  namespace isa {                                                                                  \
+  std::size_t delta_state_bytes(const DeltaShape& shape);                                          \
+  /* Absent: 0. */                                                                                 \
+  StateContent delta_load_state(const DeltaShape& shape, const UnitState& matrix,                  \
+                                std::byte* state);                                                 \
+  void delta_store_state(const DeltaShape& shape, const std::byte* state,                          \
+                         const UnitState& matrix);                                                 \
+  std::size_t delta_forward_scratch_bytes(const DeltaShape& shape);                                \
+  /* The chunk's outputs, where o has memory, and the state after it in place of the one */        \
+  /* before. Whether all that was read is finite. */                                               \
+  bool delta_forward(const DeltaChunk& chunk, std::byte* state, std::byte* scratch);               \
+  std::size_t delta_backward_scratch_bytes(const DeltaShape& shape);                               \
+  std::size_t delta_sum_row_bytes(const DeltaShape& shape);                                        \
+  /* ends[d]: the sum over row d of state * d_state. */                                            \
+  void delta_ends(const DeltaShape& shape, const std::byte* state, const std::byte* d_state,       \
+                  std::byte* ends);                                                                \
+  /* From the state before the chunk and the gradient of that after it to the gradient of */       \
+  /* the one before, in place; `ends` alike. */                                                    \
+  void delta_backward(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state, \
+                      std::byte* ends, std::byte* scratch);                                        \
   }
 
 ONCHIP_CPU_DECLARE_LINEAR_DELTA(portable)

@@ -1,6 +1,6 @@
-// delta_rule's backward: a task is a (sequence, key head) with the value heads that read it, one after
-// the other, so that no sum depends on the threads. A head keeps the states before some of its chunks
-// from a walk forward, and those between two of them when it comes to them.
+// delta_rule's backward: a task is a (sequence, key head) with the value heads that read it, one
+// after the other, so that no sum depends on the threads. A head keeps the states before some of
+// its chunks from a walk forward, and those between two of them when it comes to them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

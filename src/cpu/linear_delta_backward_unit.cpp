@@ -1,11 +1,11 @@
-// delta_rule backward, one chunk of one head, last chunk first (linear_delta_chunk.hpp has the forward
-// equations and names). With dO and the gradient dS' of the state after the chunk, [Q; E] scaled as in
-// forward and Z = [dO; dX]:
+// delta_rule backward, one chunk of one head, last chunk first (linear_delta_chunk.hpp has the
+// forward equations and names). With dO and the gradient dS' of the state after the chunk, [Q; E]
+// scaled as in forward and Z = [dO; dX]:
 //   dU = P^T dO + (K R) dS',  (I + A)^T dX = dU,  dS = D_L dS' + [scale Q D; -E D]^T Z,
 //   d[scale Q D; -E D] = Z S^T,  d[P; -A] = Z U^T on the pairs,  d(K R) = U dS'^T.
-// A pair's decay and the decays to the chunk's ends are powers of differences of sums of log decays,
-// so the gradient of such a sum is q dq + e de - k dk of its row, and of the last one also S' dS'.
-// Compiled once per instruction set.
+// A pair's decay and the decays to the chunk's ends are powers of differences of sums of log
+// decays, so the gradient of such a sum is q dq + e de - k dk of its row, and of the last one also
+// S' dS'. Compiled once per instruction set.
 #include "cpu/linear_delta_chunk.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {

@@ -1,11 +1,12 @@
-// What forward and backward of delta_rule share inside a chunk of L rows of one head (Yang et al. 2024;
-// Yang, Kautz and Hatamizadeh 2025). With D_ij the decay from row j to row i, D_i from before the
-// chunk and R_j to its end:
+// What forward and backward of delta_rule share inside a chunk of L rows of one head (Yang et al.
+// 2024; Yang, Kautz and Hatamizadeh 2025). With D_ij the decay from row j to row i, D_i from before
+// the chunk and R_j to its end:
 //   A_ij = e_i . D_ij k_j (j < i),  P_ij = scale q_i . D_ij k_j (j <= i),
 //   (I + A) U = X - (E D) S,  O = scale (Q D) S + P U,  S' = D_L S + (K R)^T U.
 // An exclusive erase has D_(i-1)j in A and D_(i-1) beside E. The triangular system is solved, never
-// inverted: similar keys make the inverse's powers large. Every decay here is a power of a difference
-// of sums or a product of single decays, so none is above 1 unless a log decay is above 0.
+// inverted: similar keys make the inverse's powers large. Every decay here is a power of a
+// difference of sums or a product of single decays, so none is above 1 unless a log decay is above
+// 0.
 #pragma once
 
 #include "cpu/linear_delta_tiles.hpp"

@@ -1,5 +1,5 @@
-// delta_rule forward, one chunk of one head (linear_delta_chunk.hpp), and row by row for short chunks
-// and for what is not finite. Compiled once per instruction set.
+// delta_rule forward, one chunk of one head (linear_delta_chunk.hpp), and row by row for short
+// chunks and for what is not finite. Compiled once per instruction set.
 #include "cpu/linear_delta_chunk.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {
