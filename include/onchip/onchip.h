@@ -339,7 +339,9 @@ enum {
   ONCHIP_GDN2 = 14,                /* S' = Diag(alpha_t) S, S = S' + k (w v - S'^T (b k))^T */
   ONCHIP_GATED_DELTA_PRODUCT = 15, /* num_householder delta rules a token */
   ONCHIP_RWKV7 = 16,               /* S = Diag(alpha_t) S + b (a^T S) + k v^T */
-  ONCHIP_IPLR = 17                 /* S = S + b (a^T S) + k v^T */
+  ONCHIP_IPLR = 17,                /* S = S + b (a^T S) + k v^T */
+  ONCHIP_GSA =
+      18 /* K = K Diag(alpha_t) + k s^T, V = Diag(alpha_t) V + s v^T, o = V^T softmax(K^T q) */
 };
 
 /* The tensors of an operator by their role, and its gradients likewise; absent ones NULL. "rows" is
@@ -351,19 +353,20 @@ enum {
  *   retention            q  k  v
  *   lightning_attention  q  k  v  log_decay [Hv]
  *   simple_gla           q  k  v  log_decay
- *   mamba2               C  B  x  dt                              A, dt_bias, D, z
+ *   mamba2               C  B  x  dt                              rate: A, dt_bias, skip: D, z
  *   mlstm                q  k  v  f               i
  *   gla                  q  k  v  log_decay [dk]
  *   rwkv6                r  k  v  log_decay [dk]                  u
  *   hgrn2                q     v  log_decay [dk]
  *   delta_rule           q  k  v                  beta
- *   gated_delta_rule     q  k  v  log_decay       beta            A_log, dt_bias
- *   kda                  q  k  v  log_decay [dk]  beta            A_log, dt_bias
+ *   gated_delta_rule     q  k  v  log_decay       beta            rate: A_log, dt_bias
+ *   kda                  q  k  v  log_decay [dk]  beta            rate: A_log, dt_bias
  *   comba                q  k  v  log_decay       beta            a: p
  *   gdn2                 q  k  v  log_decay [dk]                  a: b, b: w
  *   gated_delta_product  q  k  v  log_decay       beta
  *   rwkv7                r  k  v  log_decay [dk]                  a, b
  *   iplr                 q  k  v                                  a, b
+ *   gsa                  q  k  v  log_decay [M]                   a: s [M]
  *
  * log_decay is rows [Hv], or a number a head, or absent (no decay); [dk]: rows [Hv, dk]; that of
  * lightning_attention a number a head. With A_log, log_decay and beta are raw: log_decay' =
@@ -379,12 +382,12 @@ typedef struct onchip_linear_tensors {
   const onchip_tensor* v;       /* rows [Hv, dv] */
   const onchip_tensor* gate;    /* rows [Hv], or as the table says */
   const onchip_tensor* beta;    /* rows [Hv] */
-  const onchip_tensor* a;       /* rows [Hk, dk]; gdn2's [Hv, dk] */
+  const onchip_tensor* a;       /* rows [Hk, dk]; gdn2's [Hv, dk], gsa's [Hv, M] */
   const onchip_tensor* b;       /* rows [Hk, dk]; gdn2's [Hv, dv] */
   const onchip_tensor* u;       /* [Hv, dk] */
-  const onchip_tensor* A;       /* [Hv]; may be absent where it is A_log */
+  const onchip_tensor* rate;    /* A [Hv], or A_log, which may be absent */
   const onchip_tensor* dt_bias; /* [Hv]; kda's [Hv, dk]; may be absent */
-  const onchip_tensor* D;       /* [Hv] or [Hv, dv]; may be absent */
+  const onchip_tensor* skip;    /* D [Hv] or [Hv, dv]; may be absent */
   const onchip_tensor* z;       /* rows [Hv, dv]; may be absent */
 } onchip_linear_tensors;
 
@@ -445,7 +448,7 @@ typedef struct onchip_linear_options {
 /* clang-format on */
 
 /* States are arrays of up to three parts, the rest NULL: the matrix; with a normaliser its vector
- * [N, Hv, dk]; with mlstm's exponential gate the stabiliser [N, Hv]. fp32, fp64 with fp64 inputs.
+ * [N, Hv, dk]; of gsa a second matrix, [N, Hv, dk, M] and [N, Hv, M, dv]; with mlstm's exponential gate the stabiliser [N, Hv]. fp32, fp64 with fp64 inputs.
  * N = batch, packed num_seqs. */
 enum { ONCHIP_LINEAR_STATE_PARTS = 3 };
 

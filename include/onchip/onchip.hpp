@@ -277,7 +277,7 @@ struct AttentionDecodeTensors {
 
 // By role, as in onchip_linear_tensors.
 struct LinearTensors {
-  Tensor q{}, k{}, v{}, gate{}, beta{}, a{}, b{}, u{}, A{}, dt_bias{}, D{}, z{};
+  Tensor q{}, k{}, v{}, gate{}, beta{}, a{}, b{}, u{}, rate{}, dt_bias{}, skip{}, z{};
 
   onchip_linear_tensors c_tensors() const {
     onchip_linear_tensors c = ONCHIP_LINEAR_TENSORS_INIT;
@@ -289,9 +289,9 @@ struct LinearTensors {
     c.a = a.get();
     c.b = b.get();
     c.u = u.get();
-    c.A = A.get();
+    c.rate = rate.get();
     c.dt_bias = dt_bias.get();
-    c.D = D.get();
+    c.skip = skip.get();
     c.z = z.get();
     return c;
   }

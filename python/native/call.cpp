@@ -153,9 +153,9 @@ std::array linear_options_fields = {
       Field{prefix "a", Kind::kTensor, offsetof(onchip_linear_tensors, a)},             \
       Field{prefix "b", Kind::kTensor, offsetof(onchip_linear_tensors, b)},             \
       Field{prefix "u", Kind::kTensor, offsetof(onchip_linear_tensors, u)},             \
-      Field{prefix "A", Kind::kTensor, offsetof(onchip_linear_tensors, A)},             \
+      Field{prefix "rate", Kind::kTensor, offsetof(onchip_linear_tensors, rate)},       \
       Field{prefix "dt_bias", Kind::kTensor, offsetof(onchip_linear_tensors, dt_bias)}, \
-      Field{prefix "D", Kind::kTensor, offsetof(onchip_linear_tensors, D)},             \
+      Field{prefix "skip", Kind::kTensor, offsetof(onchip_linear_tensors, skip)},       \
       Field{prefix "z", Kind::kTensor, offsetof(onchip_linear_tensors, z)},             \
   }
 
@@ -258,7 +258,7 @@ std::array norm_backward_fields = {
 };
 
 // In the order of onchip_linear_operator, from 1.
-constexpr std::array<std::string_view, 17> kLinearNames = {"linear_attention",
+constexpr std::array<std::string_view, 18> kLinearNames = {"linear_attention",
                                                            "retention",
                                                            "lightning_attention",
                                                            "simple_gla",
@@ -274,7 +274,8 @@ constexpr std::array<std::string_view, 17> kLinearNames = {"linear_attention",
                                                            "gdn2",
                                                            "gated_delta_product",
                                                            "rwkv7",
-                                                           "iplr"};
+                                                           "iplr",
+                                                           "gsa"};
 
 #undef ONCHIP_FIELD
 

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from onchip import _calls
-from onchip._linear import channel, delta, delta_more, dplr, helpers, scalar, scalar_gated
+from onchip._linear import channel, delta, delta_more, dplr, helpers, scalar, scalar_gated, slots
 from onchip._linear.channel import *  # noqa: F403
 from onchip._linear.delta import *  # noqa: F403
 from onchip._linear.delta_more import *  # noqa: F403
@@ -50,6 +50,7 @@ from onchip._linear.dplr import *  # noqa: F403
 from onchip._linear.helpers import *  # noqa: F403
 from onchip._linear.scalar import *  # noqa: F403
 from onchip._linear.scalar_gated import *  # noqa: F403
+from onchip._linear.slots import *  # noqa: F403
 
 ArrayT = TypeVar("ArrayT")
 
@@ -67,6 +68,7 @@ __all__ += dplr.__all__
 __all__ += helpers.__all__
 __all__ += scalar.__all__
 __all__ += scalar_gated.__all__
+__all__ += slots.__all__
 
 
 class AttentionGradients(NamedTuple, Generic[ArrayT]):

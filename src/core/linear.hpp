@@ -15,10 +15,10 @@
 namespace onchip {
 
 // The recurrences (docs/semantics.md section 3).
-enum class LinearEngine { scalar_decay, channel_decay, delta_rule, dplr };
+enum class LinearEngine { scalar_decay, channel_decay, delta_rule, dplr, gated_slots };
 
 // Which axis of the state alpha_t has.
-enum class DecayAxis { none, scalar, key };
+enum class DecayAxis { none, scalar, key, slot };
 
 // How log_decay comes from the gate tensor.
 enum class GateForm {
@@ -54,6 +54,7 @@ enum class EraseForm {
   other_keys,  // comba: e = beta p, x = beta v
   channels,    // gdn2: e = b * k, x = w * v, elementwise
   given,       // dplr: S += b (a^T S_{t-1}) + k v^T
+  slots,       // gsa: e = s, what each slot takes of the token
 };
 
 enum class KeyForm {
@@ -128,6 +129,7 @@ struct LinearProblem {
   std::int64_t num_heads_v = 0;
   std::int64_t head_dim_k = 0;
   std::int64_t head_dim_v = 0;
+  std::int64_t num_slots = 0;  // of gated_slots
   double scale = 1.0;
   double eps = 0.0;
   double dt_min = 0.0;

@@ -60,8 +60,8 @@ void pull_normalise(const double* normalised, double factor, std::int64_t count,
 std::int64_t LinearRows::doubles(const LinearProblem& problem, std::int64_t tokens) {
   const std::int64_t dk = problem.head_dim_k;
   const std::int64_t dv = problem.head_dim_v;
-  return 6 * dk + 3 * dv + 1 + std::max(dk, dv) + 2 * problem.decay_width +
-         (problem.stabilised ? tokens + 1 : 0);
+  return 4 * dk + 2 * erase_width(problem) + 3 * dv + 2 + std::max(dk, dv) +
+         2 * problem.decay_width + (problem.stabilised ? tokens + 1 : 0);
 }
 
 LinearRows::LinearRows(const LinearProblem& problem, double* scratch, std::int64_t tokens)
@@ -75,14 +75,15 @@ LinearRows::LinearRows(const LinearProblem& problem, double* scratch, std::int64
   const std::int64_t dv = problem.head_dim_v;
   row_.q = take(dk);
   row_.k = take(dk);
-  row_.e = take(dk);
+  row_.e = take(erase_width(problem));
   row_.b = take(dk);
   row_.u = take(dk);
   row_.x = take(dv + 1);
   row_.alpha = take(problem.decay_width);
+  row_.write = take(1);
   v_ = take(dv);
   z_ = take(dv);
-  a_ = take(dk);
+  a_ = take(erase_width(problem));
   b_ = take(std::max(dk, dv));
   gate_ = take(problem.decay_width);
   stabilisers_ = take(problem.stabilised ? tokens + 1 : 0);
@@ -195,18 +196,18 @@ void LinearRows::load_write() {
   const std::int64_t dv = problem_.head_dim_v;
   std::copy_n(v_, dv, row_.x);
   if (problem_.normalised) row_.x[dv] = 1.0;
-  row_.write = 1.0;
+  row_.write[0] = 1.0;
   switch (problem_.traits.write) {
     case WriteForm::plain:
       break;
     case WriteForm::time_step:
-      row_.write = time_step(gate_[0]);
+      row_.write[0] = time_step(gate_[0]);
       break;
     case WriteForm::exp_gate:
-      row_.write = weight(beta_ - stabilisers_[t_ + 1], beta_ == kMinusInfinity);
+      row_.write[0] = weight(beta_ - stabilisers_[t_ + 1], beta_ == kMinusInfinity);
       break;
     case WriteForm::sigmoid_gate:
-      row_.write = sigmoid(beta_);
+      row_.write[0] = sigmoid(beta_);
       break;
   }
 }
@@ -233,6 +234,9 @@ void LinearRows::load_erase() {
       load_row(in.b, tokens_.batch, row, head_, dv, b_);
       for (std::int64_t d = 0; d < dk; ++d) row_.e[d] = a_[d] * row_.k[d];
       for (std::int64_t j = 0; j < dv; ++j) row_.x[j] = b_[j] * v_[j];
+      return;
+    case EraseForm::slots:
+      load_row(in.a, tokens_.batch, row, head_, problem_.num_slots, row_.e);
       return;
     case EraseForm::given:
       load_row(in.a, tokens_.batch, row, key_head, dk, row_.e);
@@ -282,7 +286,8 @@ void LinearRows::finish(const double* read, double* y) const {
 void LinearRows::clear(RawGradients& raw) const {
   const std::int64_t dk = problem_.head_dim_k;
   const std::int64_t dv = problem_.head_dim_v;
-  for (double* part : {raw.q, raw.k, raw.a, raw.u}) std::fill_n(part, dk, 0.0);
+  for (double* part : {raw.q, raw.k, raw.u}) std::fill_n(part, dk, 0.0);
+  std::fill_n(raw.a, erase_width(problem_), 0.0);
   for (double* part : {raw.v, raw.z}) std::fill_n(part, dv, 0.0);
   for (double* part : {raw.gate, raw.dt_bias}) std::fill_n(part, problem_.decay_width, 0.0);
   std::fill_n(raw.b, std::max(dk, dv), 0.0);
@@ -310,7 +315,8 @@ void LinearRows::pull_read(const double* read, const double* dy, double* dread,
         d_denominator -= dread[j] * (read[j] / denominator);
       }
       const bool constant = mlstm && (problem_.detach_normalizer || !(std::fabs(sum) > floor));
-      dread[dv] = constant ? 0.0 : mlstm && sum < 0.0 ? -d_denominator : d_denominator;
+      const double sign = mlstm && sum < 0.0 ? -1.0 : 1.0;  // of d|sum|
+      dread[dv] = constant ? 0.0 : sign * d_denominator;
       return;
     }
     case ReadForm::mamba2:
@@ -338,9 +344,9 @@ void LinearRows::pull_row(const EngineRow& gradient, RawGradients& raw) const {
   std::copy_n(gradient.k, dk, raw.k);
   if (row_.reads) std::copy_n(gradient.q, dk, raw.q);
   if (problem_.inputs.u.wanted) std::copy_n(gradient.u, dk, raw.u);
-  if (problem_.traits.write == WriteForm::exp_gate) raw.beta = gradient.write * row_.write;
+  if (problem_.traits.write == WriteForm::exp_gate) raw.beta = gradient.write[0] * row_.write[0];
   if (problem_.traits.write == WriteForm::sigmoid_gate) {
-    raw.beta = gradient.write * row_.write * sigmoid(-beta_);
+    raw.beta = gradient.write[0] * row_.write[0] * sigmoid(-beta_);
   }
   pull_erase(gradient, raw);
   if (decays_) pull_gate(gradient, raw);
@@ -357,6 +363,10 @@ void LinearRows::pull_erase(const EngineRow& gradient, RawGradients& raw) const 
   switch (problem_.traits.erase) {
     case EraseForm::none:
       for (std::int64_t j = 0; j < dv; ++j) raw.v[j] += gradient.x[j];
+      return;
+    case EraseForm::slots:
+      for (std::int64_t j = 0; j < dv; ++j) raw.v[j] += gradient.x[j];
+      std::copy_n(gradient.e, problem_.num_slots, raw.a);
       return;
     case EraseForm::given:
       for (std::int64_t j = 0; j < dv; ++j) raw.v[j] += gradient.x[j];
@@ -415,7 +425,8 @@ void LinearRows::pull_gate(const EngineRow& gradient, RawGradients& raw) const {
       }
       case GateForm::mamba2:
         raw.rate = d_log * time_step(gate_[d]);
-        raw.gate[d] = raw.dt_bias[d] = (d_log * rate_ + gradient.write) * time_step_slope(gate_[d]);
+        raw.gate[d] = raw.dt_bias[d] =
+            (d_log * rate_ + gradient.write[0]) * time_step_slope(gate_[d]);
         break;
       case GateForm::mlstm:
         raw.gate[d] = d_log * sigmoid(-gate_[d]);

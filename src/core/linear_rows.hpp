@@ -6,6 +6,7 @@
 // its query the last one's.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -18,11 +19,11 @@ struct EngineRow {
   double* q = nullptr;      // [dk], not scaled; of rows that read
   double* k = nullptr;      // [dk]
   double* x = nullptr;      // [value_width]: what is written at k
-  double* e = nullptr;      // [dk]: what is erased (delta_rule), read again (dplr)
+  double* e = nullptr;      // [dk]: what is erased (delta_rule), read again (dplr); [slots]
   double* b = nullptr;      // [dk]: where dplr writes what e read
   double* u = nullptr;      // [dk]: bonus of the row's own write in its read
   double* alpha = nullptr;  // [decay_width]; 1 where nothing decays
-  double write = 1.0;       // scalar_decay: factor of k x^T
+  double* write = nullptr;  // [1]: factor of scalar_decay's k x^T
   bool reads = true;
 };
 
@@ -31,7 +32,7 @@ struct RawGradients {
   double* q = nullptr;        // [dk]
   double* k = nullptr;        // [dk]
   double* v = nullptr;        // [dv]
-  double* a = nullptr;        // [dk]
+  double* a = nullptr;        // [dk] or [slots]
   double* b = nullptr;        // [max(dk, dv)]
   double* u = nullptr;        // [dk]
   double* z = nullptr;        // [dv]
@@ -99,6 +100,10 @@ class LinearRows {
   double q_norm_ = 1.0;  // 1 / |q|, where q and k are normalised
   double k_norm_ = 1.0;
 };
+
+inline std::int64_t erase_width(const LinearProblem& problem) {
+  return std::max(problem.head_dim_k, problem.num_slots);
+}
 
 // Columns of the state that an engine carries: dv, and one more for the normaliser.
 inline std::int64_t value_width(const LinearProblem& problem) {

@@ -27,6 +27,7 @@ PlanResult plan_linear_forward(const LinearForwardProblem& problem, const Settin
       return plan_delta_forward(problem, settings);
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
+    case LinearEngine::gated_slots:
       break;
   }
   return Reject{kOtherEngine};
@@ -47,6 +48,7 @@ void run_linear_forward(const BackendPlan& plan, const LinearForwardProblem& pro
       return;
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
+    case LinearEngine::gated_slots:
       throw_not_planned(problem);
   }
 }
@@ -59,6 +61,7 @@ PlanResult plan_linear_backward(const LinearBackwardProblem& problem, const Sett
       return plan_delta_backward(problem, settings);
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
+    case LinearEngine::gated_slots:
       break;
   }
   return Reject{kOtherEngine};
@@ -79,6 +82,7 @@ void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& p
       return;
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
+    case LinearEngine::gated_slots:
       throw_not_planned(problem);
   }
 }
@@ -91,6 +95,7 @@ PlanResult plan_linear_step(const LinearStepProblem& problem, const Settings& se
       return plan_delta_step(problem, settings);
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
+    case LinearEngine::gated_slots:
       break;
   }
   return Reject{kOtherEngine};
@@ -111,6 +116,7 @@ void run_linear_step(const BackendPlan& plan, const LinearStepProblem& problem,
       return;
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
+    case LinearEngine::gated_slots:
       throw_not_planned(problem);
   }
 }

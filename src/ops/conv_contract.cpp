@@ -78,10 +78,9 @@ void read_conv(Call& call, const onchip_tensor* x_tensor, const onchip_tensor* w
   p.packed = p.cu_seqlens.present();
   const std::int32_t rank = step || p.packed ? 2 : 3;
   if (x.rank != rank) {
+    const char* dense = step ? "[batch, D]" : "[batch, T, D] (no cu_seqlens)";
     throw_invalid(op, "x", "shape " + shape_text(x),
-                  step       ? "[batch, D]"
-                  : p.packed ? "[total, D] (cu_seqlens given)"
-                             : "[batch, T, D] (no cu_seqlens)");
+                  p.packed ? "[total, D] (cu_seqlens given)" : dense);
   }
   const auto last = static_cast<std::size_t>(rank - 1);
   p.dtype = x.dtype;

@@ -22,8 +22,8 @@ constexpr Field kFields[] = {
     {"v", &onchip_linear_tensors::v},       {"gate", &onchip_linear_tensors::gate},
     {"beta", &onchip_linear_tensors::beta}, {"a", &onchip_linear_tensors::a},
     {"b", &onchip_linear_tensors::b},       {"u", &onchip_linear_tensors::u},
-    {"A", &onchip_linear_tensors::A},       {"dt_bias", &onchip_linear_tensors::dt_bias},
-    {"D", &onchip_linear_tensors::D},       {"z", &onchip_linear_tensors::z},
+    {"rate", &onchip_linear_tensors::rate}, {"dt_bias", &onchip_linear_tensors::dt_bias},
+    {"skip", &onchip_linear_tensors::skip}, {"z", &onchip_linear_tensors::z},
 };
 
 std::string list_text(const Shape& shape) {
@@ -88,6 +88,8 @@ Wanted wanted_shape(const LinearCall& call, LinearShape shape, const TensorView&
       return rows_of(call, {hv}, "Hv");
     case LinearShape::channel:
       return rows_of(call, {hv, dk}, "Hv, dk");
+    case LinearShape::slots:
+      return rows_of(call, {hv, p.num_slots}, "Hv, M");
     case LinearShape::key_rows:
       return token_rows_of(call, p, {hk, dk}, "Hk, dk");
     case LinearShape::value_rows:
@@ -142,14 +144,21 @@ void read_geometry(LinearCall& call, const TensorView& q, const LinearTensorRow&
   require_dtype(op, q_row.name(), q, {DType::f64, DType::f32, DType::f16, DType::bf16});
   const std::size_t lead = call.step || p.packed ? 1 : 2;
   const std::size_t v_lead = call.step && has_token_rows(v_row.shape) ? 2 : lead;
-  call.axes = call.step ? "batch" : p.packed ? "total" : "batch, T";
+  std::string why;
+  if (call.step) {
+    call.axes = "batch";
+  } else if (p.packed) {
+    call.axes = "total";
+    why = " (cu_seqlens given)";
+  } else {
+    call.axes = "batch, T";
+    why = " (no cu_seqlens)";
+  }
   const auto require_rank = [&](std::string_view name, const TensorView& tensor, std::size_t axes) {
     if (tensor.rank == static_cast<std::int32_t>(axes + 2)) return;
-    throw_invalid(op, name, "shape " + shape_text(tensor),
-                  "[" + call.axes + (axes > lead ? ", num_householder" : "") + ", heads, dim]" +
-                      (call.step  ? ""
-                       : p.packed ? " (cu_seqlens given)"
-                                  : " (no cu_seqlens)"));
+    throw_invalid(
+        op, name, "shape " + shape_text(tensor),
+        "[" + call.axes + (axes > lead ? ", num_householder" : "") + ", heads, dim]" + why);
   };
   require_rank(q_row.name(), q, lead);
   require_rank(v_row.name(), v, v_lead);
@@ -208,13 +217,18 @@ StateView state_part(const LinearCall& call, const char* name, const TensorView&
   view.dtype = tensor.dtype;
   view.wanted = true;
   const std::int64_t n = call.slots;
-  if (part == 0) {
+  const bool slots = p.traits.engine == LinearEngine::gated_slots;
+  if (part == 0 || slots) {
+    const std::int64_t rows = part == 0 ? p.head_dim_k : p.num_slots;
+    const std::int64_t columns = part == 0 && slots ? p.num_slots : p.head_dim_v;
+    const std::string rows_name = part == 0 ? "dk" : "M";
+    const std::string columns_name = part == 0 && slots ? "M" : "dv";
     if (call.vk) {
-      require(call, name, tensor, {n, p.num_heads_v, p.head_dim_v, p.head_dim_k},
-              "[N, Hv, dv, dk]");
+      require(call, name, tensor, {n, p.num_heads_v, columns, rows},
+              "[N, Hv, " + columns_name + ", " + rows_name + "]");
     } else {
-      require(call, name, tensor, {n, p.num_heads_v, p.head_dim_k, p.head_dim_v},
-              "[N, Hv, dk, dv]");
+      require(call, name, tensor, {n, p.num_heads_v, rows, columns},
+              "[N, Hv, " + rows_name + ", " + columns_name + "]");
     }
     view.row_stride = bytes(tensor, call.vk ? 3 : 2);
     view.column_stride = bytes(tensor, call.vk ? 2 : 3);
@@ -236,18 +250,23 @@ std::vector<TensorView> read_inputs(LinearCall& call, const onchip_linear_tensor
   const std::string_view op = call.op();
   refuse_foreign(call, given, "inputs.");
   std::vector<TensorView> views;
-  const LinearTensorRow* q = nullptr;
-  const LinearTensorRow* v = nullptr;
-  for (const LinearTensorRow& row : call.row.tensors) {
+  std::size_t q = 0;
+  std::size_t v = 0;
+  std::size_t slots = 0;
+  for (std::size_t i = 0; i < call.row.tensors.size(); ++i) {
+    const LinearTensorRow& row = call.row.tensors[i];
     views.push_back(call.input(row.name(), given.*row.role.given));
     if (!row.optional) require_present(op, row.name(), views.back());
-    if (row.role.given == &onchip_linear_tensors::q) q = &row;
-    if (row.role.given == &onchip_linear_tensors::v) v = &row;
+    if (row.role.given == &onchip_linear_tensors::q) q = i;
+    if (row.role.given == &onchip_linear_tensors::v) v = i;
+    if (row.shape == LinearShape::slots) slots = i;
   }
-  const auto view_of = [&](const LinearTensorRow* row) -> const TensorView& {
-    return views[static_cast<std::size_t>(row - call.row.tensors.data())];
-  };
-  read_geometry(call, view_of(q), *q, view_of(v), *v, p);
+  read_geometry(call, views[q], call.row.tensors[q], views[v], call.row.tensors[v], p);
+  if (p.traits.decay == DecayAxis::slot) {
+    const TensorView& last = views[slots];
+    p.num_slots = last.rank > 0 ? last.shape[static_cast<std::size_t>(last.rank - 1)] : 0;
+    p.decay_width = p.num_slots;
+  }
   for (std::size_t i = 0; i < views.size(); ++i) {
     const LinearTensorRow& row = call.row.tensors[i];
     if (!views[i].present()) continue;
@@ -257,7 +276,7 @@ std::vector<TensorView> read_inputs(LinearCall& call, const onchip_linear_tensor
     p.inputs.*row.role.view = strided_rows(call, row.shape, views[i], p.packed);
     const bool constant = is_constant(row.shape, views[i]);
     if (row.role.given == &onchip_linear_tensors::gate) p.gate_per_head = constant;
-    if (row.role.given == &onchip_linear_tensors::D) {
+    if (row.role.given == &onchip_linear_tensors::skip) {
       p.skip_width = views[i].rank == 2 ? p.head_dim_v : 1;
     }
   }
@@ -284,7 +303,7 @@ void read_gradients(LinearCall& call, const onchip_linear_tensors& given,
   }
 }
 
-RowsView read_output_rows(LinearCall& call, std::string_view name, const TensorView& tensor,
+RowsView read_output_rows(const LinearCall& call, std::string_view name, const TensorView& tensor,
                           const LinearProblem& p) {
   require_present(call.op(), name, tensor);
   require_dtype(call.op(), name, tensor, {p.dtype});
@@ -295,7 +314,11 @@ RowsView read_output_rows(LinearCall& call, std::string_view name, const TensorV
 
 // ---- states -------------------------------------------------------------------------------------
 
-std::size_t state_parts(const LinearProblem& p) { return p.stabilised ? 3 : p.normalised ? 2 : 1; }
+std::size_t state_parts(const LinearProblem& p) {
+  if (p.traits.engine == LinearEngine::gated_slots) return 2;
+  if (p.stabilised) return 3;
+  return p.normalised ? 2 : 1;
+}
 
 const char* part_name(const PartNames& names, const LinearProblem& p, std::size_t part) {
   return state_parts(p) == 1 && part == 0 ? names[0] : names[part + 1];

@@ -50,7 +50,7 @@ void read_gradients(LinearCall& call, const onchip_linear_tensors& given,
                     const std::vector<TensorView>& inputs, LinearBackwardProblem& p);
 
 // o or its gradient.
-RowsView read_output_rows(LinearCall& call, std::string_view name, const TensorView& tensor,
+RowsView read_output_rows(const LinearCall& call, std::string_view name, const TensorView& tensor,
                           const LinearProblem& p);
 
 std::size_t state_parts(const LinearProblem& p);

@@ -20,9 +20,9 @@ constexpr LinearRole kBeta{&Given::beta, &Views::beta};
 constexpr LinearRole kA{&Given::a, &Views::a};
 constexpr LinearRole kB{&Given::b, &Views::b};
 constexpr LinearRole kU{&Given::u, &Views::u};
-constexpr LinearRole kRate{&Given::A, &Views::rate};
+constexpr LinearRole kRate{&Given::rate, &Views::rate};
 constexpr LinearRole kDtBias{&Given::dt_bias, &Views::dt_bias};
-constexpr LinearRole kSkip{&Given::D, &Views::skip};
+constexpr LinearRole kSkip{&Given::skip, &Views::skip};
 constexpr LinearRole kZ{&Given::z, &Views::z};
 
 constexpr LinearTensorRow kQueries{kQ, "dq", LinearShape::key};
@@ -89,6 +89,10 @@ constexpr std::array kRwkv7 = {LinearTensorRow{kQ, "dr", LinearShape::key},
                                kWriteAgain};
 constexpr std::array kIplr = {kQueries, kKeys, kValues, kReadAgain, kWriteAgain};
 
+constexpr std::array kGsa = {kQueries, kKeys, kValues,
+                             LinearTensorRow{kA, "ds", LinearShape::slots},
+                             LinearTensorRow{kGate, "dlog_decay", LinearShape::slots}};
+
 #define ONCHIP_LINEAR_NAMES(name) name, name "_forward", name "_backward", name "_step"
 
 constexpr LinearTraits scalar_decay(GateForm gate) {
@@ -133,6 +137,11 @@ constexpr LinearTraits dplr(DecayAxis decay) {
           .erase = EraseForm::given};
 }
 
+constexpr LinearTraits kGsaTraits = {.engine = LinearEngine::gated_slots,
+                                     .decay = DecayAxis::slot,
+                                     .gate = GateForm::log_decay,
+                                     .erase = EraseForm::slots};
+
 LinearRow row(onchip_linear_operator op, const char* name, const char* forward,
               const char* backward, const char* step, LinearTraits traits,
               std::span<const LinearTensorRow> tensors, std::uint32_t options = 0) {
@@ -147,7 +156,7 @@ LinearRow row(onchip_linear_operator op, const char* name, const char* forward,
 }
 
 // Numbers of onchip_linear_operator in order, from 1.
-std::array<LinearRow, 17> make_rows() {
+std::array<LinearRow, 18> make_rows() {
   std::array rows = {
       row(ONCHIP_LINEAR_ATTENTION, ONCHIP_LINEAR_NAMES("linear_attention"),
           scalar_decay(GateForm::none), kPlain, kTakesNormalize),
@@ -180,6 +189,7 @@ std::array<LinearRow, 17> make_rows() {
           kTakesL2Norm | kTakesHouseholder),
       row(ONCHIP_RWKV7, ONCHIP_LINEAR_NAMES("rwkv7"), dplr(DecayAxis::key), kRwkv7),
       row(ONCHIP_IPLR, ONCHIP_LINEAR_NAMES("iplr"), dplr(DecayAxis::none), kIplr),
+      row(ONCHIP_GSA, ONCHIP_LINEAR_NAMES("gsa"), kGsaTraits, kGsa),
   };
   const auto of = [&rows](onchip_linear_operator op) -> LinearRow& {
     return rows[static_cast<std::size_t>(op - 1)];

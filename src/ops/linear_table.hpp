@@ -24,6 +24,7 @@ enum class LinearShape {
   value,            // [R, Hv, dv]
   scalar,           // [R, Hv]
   channel,          // [R, Hv, dk]
+  slots,            // [R, Hv, M]
   key_rows,         // these three: with rows_per_token rows a token
   value_rows,       //
   scalar_rows,      //

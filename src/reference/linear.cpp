@@ -6,24 +6,27 @@
 
 #include "core/linear_rows.hpp"
 #include "reference/linear_engine.hpp"
+#include "reference/linear_states.hpp"
 #include "reference/workspace.hpp"
 
 namespace onchip::reference {
 
 namespace {
 
-const LinearEngineFunctions& functions_of(const LinearProblem& problem) {
+LinearEngineFunctions functions_of(const LinearProblem& problem) {
   switch (problem.traits.engine) {
     case LinearEngine::channel_decay:
-      return kChannelDecay;
+      return channel_decay_engine();
     case LinearEngine::delta_rule:
-      return kDeltaRule;
+      return delta_rule_engine();
     case LinearEngine::dplr:
-      return kDplr;
+      return dplr_engine();
+    case LinearEngine::gated_slots:
+      return gated_slots_engine();
     case LinearEngine::scalar_decay:
       break;
   }
-  return kScalarDecay;
+  return scalar_decay_engine();
 }
 
 LinearStep step_of(const LinearProblem& problem, double* scratch) {
@@ -32,47 +35,8 @@ LinearStep step_of(const LinearProblem& problem, double* scratch) {
           .scale = problem.scale,
           .channels = problem.traits.decay == DecayAxis::key,
           .exclusive = problem.traits.exclusive,
+          .slots = problem.num_slots,
           .scratch = scratch};
-}
-
-// ---- states -------------------------------------------------------------------------------------
-
-// Row-major [dk, value_width]: the normaliser is the last column. Absent parts are zero.
-void load_state(const LinearProblem& problem, const StateViews& parts, std::int64_t slot,
-                std::int64_t head, double* state) {
-  const auto& [matrix, normaliser, stabiliser] = parts;
-  const std::int64_t width = value_width(problem);
-  std::fill_n(state, problem.head_dim_k * width, 0.0);
-  for (std::int64_t i = 0; i < problem.head_dim_k; ++i) {
-    for (std::int64_t j = 0; matrix.wanted && j < problem.head_dim_v; ++j) {
-      state[i * width + j] = load_as_double(matrix.at(slot, head, i, j), matrix.dtype);
-    }
-    if (problem.normalised && normaliser.wanted) {
-      state[i * width + problem.head_dim_v] =
-          load_as_double(normaliser.at(slot, head, i), normaliser.dtype);
-    }
-  }
-}
-
-double load_stabiliser(const StateViews& parts, std::int64_t slot, std::int64_t head) {
-  const StateView& stabiliser = parts[2];
-  return stabiliser.wanted ? load_as_double(stabiliser.at(slot, head), stabiliser.dtype) : 0.0;
-}
-
-void store_state(const LinearProblem& problem, const StateViews& parts, std::int64_t slot,
-                 std::int64_t head, const double* state, double third) {
-  const auto& [matrix, normaliser, stabiliser] = parts;
-  const std::int64_t width = value_width(problem);
-  for (std::int64_t i = 0; i < problem.head_dim_k; ++i) {
-    for (std::int64_t j = 0; matrix.wanted && j < problem.head_dim_v; ++j) {
-      store_from_double(matrix.at(slot, head, i, j), matrix.dtype, state[i * width + j]);
-    }
-    if (normaliser.wanted) {
-      store_from_double(normaliser.at(slot, head, i), normaliser.dtype,
-                        state[i * width + problem.head_dim_v]);
-    }
-  }
-  if (stabiliser.wanted) store_from_double(stabiliser.at(slot, head), stabiliser.dtype, third);
 }
 
 // ---- forward and step ---------------------------------------------------------------------------
@@ -81,9 +45,10 @@ Layout forward_layout(const LinearProblem& problem) {
   const std::int64_t width = value_width(problem);
   Layout layout;
   layout.add(LinearRows::doubles(problem, problem.slot));
-  layout.add(problem.head_dim_k, width, 2);
-  layout.add(3, width);
+  add_states(problem, layout, 2);
+  layout.add(width);
   layout.add(problem.head_dim_v);
+  layout.add(scratch_doubles(problem));
   layout.finish_line();
   return layout;
 }
@@ -99,7 +64,7 @@ class ForwardWorker {
     load_state(problem_, from, from_slot, head, before_);
     const double stabiliser = load_stabiliser(from, from_slot, head);
     rows_.begin(tokens, head, stabiliser);
-    const LinearEngineFunctions& engine = functions_of(problem_);
+    const LinearEngineFunctions engine = functions_of(problem_);
     for (std::int64_t index = 0; index < tokens.length * problem_.rows_per_token; ++index) {
       const EngineRow& row = rows_.load(index);
       engine.forward(step_, row, before_, now_, read_);
@@ -118,11 +83,11 @@ class ForwardWorker {
       : problem_(problem),
         o_(o),
         rows_(problem, scratch.take(LinearRows::doubles(problem, problem.slot)), problem.slot),
-        before_(scratch.take(problem.head_dim_k, value_width(problem))),
-        now_(scratch.take(problem.head_dim_k, value_width(problem))),
+        before_(scratch.take(state_doubles(problem))),
+        now_(scratch.take(state_doubles(problem))),
         read_(scratch.take(value_width(problem))),
         y_(scratch.take(problem.head_dim_v)),
-        step_(step_of(problem, scratch.take(2, value_width(problem)))) {}
+        step_(step_of(problem, scratch.take(scratch_doubles(problem)))) {}
 
   const LinearProblem& problem_;
   const RowsView& o_;
@@ -163,14 +128,14 @@ std::int64_t kept_states(const LinearProblem& problem) {
 // Gradients of constants are summed over sequences: one row of these a (sequence, value head).
 struct ConstantSums {
   explicit ConstantSums(const LinearBackwardProblem& problem)
-      : gate(0),
-        rate(gate + (problem.gate_per_head ? 1 : 0)),
+      : rate(gate + (problem.gate_per_head ? 1 : 0)),
         dt_bias(rate + (problem.gradients.rate.wanted ? 1 : 0)),
         skip(dt_bias + (problem.gradients.dt_bias.wanted ? problem.decay_width : 0)),
         u(skip + (problem.gradients.skip.wanted ? problem.skip_width : 0)),
         width(u + (problem.gradients.u.wanted ? problem.head_dim_k : 0)) {}
 
-  std::int64_t gate, rate, dt_bias, skip, u, width;
+  std::int64_t gate = 0;
+  std::int64_t rate, dt_bias, skip, u, width;
 };
 
 // What reads one key head is summed over its group of value heads before it is stored.
@@ -188,16 +153,17 @@ class BackwardWorker {
     const std::int64_t rows = kept_every(problem) * problem.rows_per_token;
     Layout layout;
     layout.add(LinearRows::doubles(problem, problem.slot));
-    layout.add(dk, width, kept_states(problem));
-    layout.add(dk, width, rows + 1);
-    layout.add(dk, width);
+    add_states(problem, layout, kept_states(problem));
+    add_states(problem, layout, rows + 1);
+    add_states(problem, layout, 1);
     layout.add(rows, width);
-    layout.add(4, width);  // d_read, scratch, the engine's dx
-    layout.add(5, dk);     // and its other gradients
-    layout.add(4, dk);     // raw gradients
-    layout.add(3, dv);     // and d_y
+    layout.add(2, width);  // d_read, the engine's dx
+    layout.add(scratch_doubles(problem));
+    layout.add(7, dk);  // the engine's other gradients, raw ones
+    layout.add(2, erase_width(problem));
+    layout.add(3, dv);  // and d_y
     layout.add(std::max(dk, dv));
-    layout.add(3 * problem.decay_width + problem.skip_width);
+    layout.add(3 * problem.decay_width + problem.skip_width + 1);
     layout.add(problem.slot, dk, 1 + problem.rows_per_token);  // sums over the group: q, k
     layout.add(problem.slot, dk, 2 * problem.rows_per_token);  // a, b
     layout.finish_line();
@@ -230,22 +196,25 @@ class BackwardWorker {
   BackwardWorker(const LinearBackwardProblem& problem, Scratch scratch, double* sums)
       : problem_(problem),
         every_(kept_every(problem) * problem.rows_per_token),
-        state_size_(problem.head_dim_k * value_width(problem)),
+        state_size_(state_doubles(problem)),
         rows_(problem, scratch.take(LinearRows::doubles(problem, problem.slot)), problem.slot),
         kept_(scratch.take(kept_states(problem), state_size_)),
         states_(scratch.take(every_ + 1, state_size_)),
         d_state_(scratch.take(state_size_)),
         reads_(scratch.take(every_, value_width(problem))),
         d_read_(scratch.take(value_width(problem))),
-        step_(step_of(problem, scratch.take(2, value_width(problem)))),
+        step_(step_of(problem, scratch.take(scratch_doubles(problem)))),
         d_y_(scratch.take(problem.head_dim_v)),
         sums_(sums) {
     const std::int64_t dk = problem.head_dim_k;
-    for (double** part : {&gradient_.q, &gradient_.k, &gradient_.e, &gradient_.b, &gradient_.u,
-                          &raw_.q, &raw_.k, &raw_.a, &raw_.u}) {
+    for (double** part :
+         {&gradient_.q, &gradient_.k, &gradient_.b, &gradient_.u, &raw_.q, &raw_.k, &raw_.u}) {
       *part = scratch.take(dk);
     }
+    gradient_.e = scratch.take(erase_width(problem));
+    raw_.a = scratch.take(erase_width(problem));
     gradient_.x = scratch.take(value_width(problem));
+    gradient_.write = scratch.take(1);
     for (double** part : {&gradient_.alpha, &raw_.gate, &raw_.dt_bias}) {
       *part = scratch.take(problem.decay_width);
     }
@@ -256,8 +225,8 @@ class BackwardWorker {
     const LinearTensors& out = problem.gradients;
     groups_[0] = {&out.q, scratch.take(problem.slot, dk)};
     groups_[1] = {&out.k, scratch.take(problem.slot * problem.rows_per_token, dk)};
-    // gdn2's a and b have value heads, and are stored as they come.
-    const bool shared = problem.traits.erase != EraseForm::channels;
+    const bool shared =
+        problem.traits.erase == EraseForm::other_keys || problem.traits.erase == EraseForm::given;
     groups_[2] = {shared ? &out.a : &kUnwanted, scratch.take(problem.slot, dk)};
     groups_[3] = {shared ? &out.b : &kUnwanted, scratch.take(problem.slot, dk)};
   }
@@ -270,7 +239,7 @@ class BackwardWorker {
   double* kept(std::int64_t index) { return kept_ + index * state_size_; }
 
   void run_head(std::int64_t n, const TokenRange& tokens, std::int64_t head) {
-    const LinearEngineFunctions& engine = functions_of(problem_);
+    const LinearEngineFunctions engine = functions_of(problem_);
     const std::int64_t width = value_width(problem_);
     const std::int64_t count = tokens.length * problem_.rows_per_token;
     rows_.begin(tokens, head, load_stabiliser(problem_.initial_state, n, head));
@@ -323,9 +292,12 @@ class BackwardWorker {
       double* sum = groups_[g].sums + (rows_of(groups_[g]) == each ? index : index / each) * dk;
       for (std::int64_t d = 0; d < dk; ++d) sum[d] += parts[g][d];
     }
+    // Of value heads: stored as they come.
     if (problem_.traits.erase == EraseForm::channels) {
       store(out.a, tokens.batch, row, head, dk, raw_.a);
       store(out.b, tokens.batch, row, head, dv, raw_.b);
+    } else if (problem_.traits.erase == EraseForm::slots) {
+      store(out.a, tokens.batch, row, head, problem_.num_slots, raw_.a);
     }
     store(out.v, tokens.batch, row, head, dv, raw_.v);
     store(out.z, tokens.batch, row, head, dv, raw_.z);
@@ -456,11 +428,12 @@ void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& p
   const std::int64_t dv = problem.head_dim_v;
   const std::int64_t each = problem.rows_per_token;
   const bool channels = problem.traits.erase == EraseForm::channels;
+  const bool slots = problem.traits.erase == EraseForm::slots;
   clear_slack(problem, out.q, hk, dk);
   clear_slack(problem, out.k, hk, dk, each);
   clear_slack(problem, out.v, hv, dv, each);
   clear_slack(problem, out.beta, hv, 1, each);
-  clear_slack(problem, out.a, channels ? hv : hk, dk);
+  clear_slack(problem, out.a, channels || slots ? hv : hk, slots ? problem.num_slots : dk);
   clear_slack(problem, out.b, channels ? hv : hk, channels ? dv : dk);
   clear_slack(problem, out.z, hv, dv);
   if (!problem.gate_per_head) clear_slack(problem, out.gate, hv, problem.decay_width);

@@ -29,7 +29,7 @@ void forward(const LinearStep& step, const EngineRow& row, const double* before,
 }
 
 void reverse(const LinearStep& step, const EngineRow& row, const double* before, const double* now,
-             const double* d_read, double* d_state, EngineRow& gradient) {
+             const double* d_read, double* d_state, const EngineRow& gradient) {
   std::fill_n(gradient.x, step.width, 0.0);
   if (!step.channels) gradient.alpha[0] = 0.0;
   for (std::int64_t i = 0; i < step.dk; ++i) {
@@ -64,6 +64,6 @@ void reverse(const LinearStep& step, const EngineRow& row, const double* before,
 
 }  // namespace
 
-const LinearEngineFunctions kChannelDecay{forward, reverse};
+LinearEngineFunctions channel_decay_engine() { return {forward, reverse}; }
 
 }  // namespace onchip::reference

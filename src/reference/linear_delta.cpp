@@ -39,7 +39,7 @@ void forward(const LinearStep& step, const EngineRow& row, const double* before,
 }
 
 void reverse(const LinearStep& step, const EngineRow& row, const double* before, const double* now,
-             const double* d_read, double* d_state, EngineRow& gradient) {
+             const double* d_read, double* d_state, const EngineRow& gradient) {
   double* y = step.scratch;
   double* d_y = step.scratch + step.width;
   written(step, row, before, y);
@@ -85,6 +85,6 @@ void reverse(const LinearStep& step, const EngineRow& row, const double* before,
 
 }  // namespace
 
-const LinearEngineFunctions kDeltaRule{forward, reverse};
+LinearEngineFunctions delta_rule_engine() { return {forward, reverse}; }
 
 }  // namespace onchip::reference

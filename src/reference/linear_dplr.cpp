@@ -35,7 +35,7 @@ void forward(const LinearStep& step, const EngineRow& row, const double* before,
 }
 
 void reverse(const LinearStep& step, const EngineRow& row, const double* before, const double* now,
-             const double* d_read, double* d_state, EngineRow& gradient) {
+             const double* d_read, double* d_state, const EngineRow& gradient) {
   double* r = step.scratch;
   double* d_r = step.scratch + step.width;
   read_again(step, row, before, r);
@@ -81,6 +81,6 @@ void reverse(const LinearStep& step, const EngineRow& row, const double* before,
 
 }  // namespace
 
-const LinearEngineFunctions kDplr{forward, reverse};
+LinearEngineFunctions dplr_engine() { return {forward, reverse}; }
 
 }  // namespace onchip::reference

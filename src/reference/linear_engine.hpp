@@ -9,14 +9,15 @@
 
 namespace onchip::reference {
 
-// States are row-major [dk, width].
+// States are row-major [dk, width]; those of gated_slots [dk, slots], then [slots, width].
 struct LinearStep {
   std::int64_t dk = 0;
   std::int64_t width = 0;
   double scale = 1.0;
   bool channels = false;      // alpha has dk numbers, not one
   bool exclusive = false;     // what LinearTraits says
-  double* scratch = nullptr;  // [2 width]
+  std::int64_t slots = 0;     // gated_slots: its two matrices follow each other
+  double* scratch = nullptr;  // [2 max(width, slots)]
 
   double alpha(const EngineRow& row, std::int64_t i) const { return row.alpha[channels ? i : 0]; }
 };
@@ -32,12 +33,14 @@ struct LinearEngineFunctions {
   // `d_state` is the gradient of S_t on entry, of S_{t-1} on return; d_read that of `read`, where
   // the row reads. Fills `gradient`.
   void (*reverse)(const LinearStep& step, const EngineRow& row, const double* before,
-                  const double* now, const double* d_read, double* d_state, EngineRow& gradient);
+                  const double* now, const double* d_read, double* d_state,
+                  const EngineRow& gradient);
 };
 
-extern const LinearEngineFunctions kScalarDecay;
-extern const LinearEngineFunctions kChannelDecay;
-extern const LinearEngineFunctions kDeltaRule;
-extern const LinearEngineFunctions kDplr;
+LinearEngineFunctions scalar_decay_engine();
+LinearEngineFunctions channel_decay_engine();
+LinearEngineFunctions delta_rule_engine();
+LinearEngineFunctions dplr_engine();
+LinearEngineFunctions gated_slots_engine();
 
 }  // namespace onchip::reference

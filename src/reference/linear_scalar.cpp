@@ -17,7 +17,7 @@ void forward(const LinearStep& step, const EngineRow& row, const double* before,
   for (std::int64_t i = 0; i < step.dk; ++i) {
     const double* from = before + i * step.width;
     double* to = now + i * step.width;
-    const double written = row.write * row.k[i];
+    const double written = row.write[0] * row.k[i];
     const double weight = step.scale * row.q[i];
     for (std::int64_t j = 0; j < step.width; ++j) {
       to[j] = decayed(alpha, from[j]) + written * row.x[j];
@@ -27,7 +27,7 @@ void forward(const LinearStep& step, const EngineRow& row, const double* before,
 }
 
 void reverse(const LinearStep& step, const EngineRow& row, const double* before, const double* now,
-             const double* d_read, double* d_state, EngineRow& gradient) {
+             const double* d_read, double* d_state, const EngineRow& gradient) {
   const double alpha = row.alpha[0];
   double d_alpha = 0.0;
   double d_write = 0.0;
@@ -40,20 +40,20 @@ void reverse(const LinearStep& step, const EngineRow& row, const double* before,
       const double d = d_state[at + j] + step.scale * row.q[i] * d_read[j];
       d_q += now[at + j] * d_read[j];
       d_k += d * row.x[j];
-      gradient.x[j] += row.write * row.k[i] * d;
+      gradient.x[j] += row.write[0] * row.k[i] * d;
       if (alpha != 0.0) d_alpha += before[at + j] * d;
       d_state[at + j] = decayed(alpha, d);
     }
     gradient.q[i] = step.scale * d_q;
-    gradient.k[i] = row.write * d_k;
+    gradient.k[i] = row.write[0] * d_k;
     d_write += row.k[i] * d_k;
   }
   gradient.alpha[0] = d_alpha;
-  gradient.write = d_write;
+  gradient.write[0] = d_write;
 }
 
 }  // namespace
 
-const LinearEngineFunctions kScalarDecay{forward, reverse};
+LinearEngineFunctions scalar_decay_engine() { return {forward, reverse}; }
 
 }  // namespace onchip::reference

@@ -95,6 +95,7 @@ VARIANTS = [
     Variant("gated_delta_product", "three", dict(num_householder=3), without=("log_decay",)),
     Variant("rwkv7", "plain"),
     Variant("iplr", "plain"),
+    Variant("gsa", "plain", parts=2),
 ]
 
 
@@ -137,6 +138,7 @@ class Sizes(NamedTuple):
     heads_v: int = 4
     dk: int = 3
     dv: int = 2
+    slots: int = 4
 
 
 def _shape(kind, s, lead, each, is_step):
@@ -145,6 +147,7 @@ def _shape(kind, s, lead, each, is_step):
         "value": (s.heads_v, s.dv),
         "scalar": (s.heads_v,),
         "channel": (s.heads_v, s.dk),
+        "slots": (s.heads_v, s.slots),
     }
     if kind.endswith("_rows"):
         lead = (*lead, each) if is_step else (*lead[:-1], lead[-1] * each)
@@ -196,6 +199,9 @@ def draw_state(rng, variant, sizes, count, dtype=np.float64, layout="kv"):
     s = sizes
     matrix = (s.dk, s.dv) if layout == "kv" else (s.dv, s.dk)
     shapes = [(count, s.heads_v, *matrix), (count, s.heads_v, s.dk), (count, s.heads_v)]
+    if variant.op == "gsa":
+        pair = ((s.dk, s.slots), (s.slots, s.dv))
+        shapes = [(count, s.heads_v, *(p if layout == "kv" else p[::-1])) for p in pair]
     parts = tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes[: variant.parts])
     if variant.positive:
         parts = (parts[0], np.abs(parts[1]))

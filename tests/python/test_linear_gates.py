@@ -18,6 +18,7 @@ from linear_cases import (
     draw,
     draw_state,
     forward,
+    parts_of,
     with_tokens,
 )
 
@@ -114,7 +115,8 @@ def test_a_state_that_is_not_finite_ends_at_a_reset(on, variant):
     late = with_tokens(variant, tensors, 9, SIZES.length)
     want, want_final = forward(on, variant, late, output_final_state=True)
     assert_same_sums(on, o[:, 9:], want)
-    assert_same_sums(on, final, want_final)
+    for part, other in zip(parts_of(final), parts_of(want_final), strict=True):
+        assert_same_sums(on, part, other)
 
 
 @decayed
@@ -240,3 +242,115 @@ def test_left_padding_changes_nothing(on, variant):
     got, got_final = forward(on, variant, padded, output_final_state=True)
     assert_same_sums(on, got[:, 7:], o)
     assert_same_sums(on, got_final, final)
+
+
+# ---- delta rules ---------------------------------------------------------------------------------
+
+
+def plain_delta(variant):
+    """One rule a token, beta and keys as they are."""
+    return (
+        variant.op in ("delta_rule", "gated_delta_rule", "kda", "gated_delta_product")
+        and "A_log" not in variant.tensors()
+        and variant.each == 1
+        and not variant.options.get("qk_l2norm")
+    )
+
+
+def calls_where(condition):
+    chosen = [variant for variant in VARIANTS if condition(variant)]
+    assert chosen
+    return pytest.mark.parametrize(("on", "variant"), calls_of(chosen), ids=call_id)
+
+
+plain_deltas = calls_where(plain_delta)
+
+
+def undecayed(variant, tensors):
+    if "log_decay" in tensors:
+        tensors["log_decay"] = np.zeros_like(tensors["log_decay"])
+    return tensors
+
+
+def unit_keys(rng, shape, spread):
+    """Keys of length 1; `spread` 0: all alike."""
+    base = rng.standard_normal((1, 1, *shape[2:]))
+    k = base + spread * rng.standard_normal(shape)
+    return k / np.linalg.norm(k, axis=-1, keepdims=True)
+
+
+@plain_deltas
+def test_beta_at_its_ends(on, variant):
+    """0 writes nothing; 1 replaces; 2 reflects, and twice is back."""
+    rng = np.random.default_rng(11)
+    sizes = Sizes(batch=1, length=2, heads_k=1, heads_v=1, dk=8, dv=4)
+    tensors = undecayed(variant, draw(rng, variant, sizes))
+    state = draw_state(rng, variant, sizes, 1)
+    tensors["k"] = unit_keys(rng, tensors["k"].shape, 0.0)
+
+    def final(beta, **changed):
+        everything = {**tensors, "beta": np.full_like(tensors["beta"], beta), **changed}
+        return forward(on, variant, everything, initial_state=state, output_final_state=True)[1]
+
+    compare.assert_bitwise("state", final(0.0), state)
+    read = np.einsum("hkv,hk->hv", final(1.0)[0], tensors["k"][0, -1])
+    np.testing.assert_allclose(read, tensors["v"][0, -1], rtol=1e-12, atol=1e-13)
+    back = final(2.0, v=np.zeros_like(tensors["v"]))
+    np.testing.assert_allclose(back, state, rtol=1e-12, atol=1e-13)
+
+
+@plain_deltas
+def test_equal_keys_of_beta_one(on, variant):
+    """Each token replaces what the one before wrote: o_t = scale (q_t.k) v_t."""
+    rng = np.random.default_rng(12)
+    sizes = Sizes(batch=1, length=64, heads_k=1, heads_v=1, dk=8, dv=4)
+    tensors = undecayed(variant, draw(rng, variant, sizes))
+    tensors["k"] = unit_keys(rng, tensors["k"].shape, 0.0)
+    tensors["beta"][...] = 1.0
+    o, _ = forward(on, variant, tensors, scale=1.0)
+    weight = (tensors["q"] * tensors["k"]).sum(-1, keepdims=True)
+    np.testing.assert_allclose(o, weight * tensors["v"], rtol=1e-11, atol=1e-12)
+
+
+@plain_deltas
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.15, 1.0])
+@pytest.mark.parametrize("beta", [0.5, 0.98, 1.9])
+def test_correlated_keys(on, variant, spread, beta):
+    rng = np.random.default_rng(13)
+    sizes = Sizes(batch=1, length=130, heads_k=1, heads_v=2, dk=16, dv=8)
+    tensors = undecayed(variant, draw(rng, variant, sizes, np.float32))
+    tensors["k"] = unit_keys(rng, tensors["k"].shape, spread).astype(np.float32)
+    tensors["beta"][...] = beta
+    state = draw_state(rng, variant, sizes, 1, np.float32)
+    o, _ = check_forward(on, variant, tensors, initial_state=state)
+    check_backward(
+        on, variant, rng.standard_normal(o.shape).astype(np.float32), tensors, initial_state=state
+    )
+
+
+@calls_where(lambda variant: variant.options.get("qk_l2norm"))
+def test_zeros_have_a_norm(on, variant):
+    """q = k = 0 under qk_l2norm: output 0, gradients finite."""
+    rng = np.random.default_rng(14)
+    tensors = draw(rng, variant, SIZES, np.float32)
+    tensors["q"][...] = tensors["k"][...] = 0.0
+    o, _ = forward(on, variant, tensors)
+    assert not o.any()
+    got = backward(on, variant, np.ones_like(o), tensors)
+    for name in tensors:
+        assert np.isfinite(getattr(got, "d" + name)).all(), name
+
+
+@calls_with(op=("rwkv6",))
+def test_the_bonus_reads_before_the_decay(on, variant):
+    """One decay of e^-e^5 in the middle cuts behind the token that has it, not in front."""
+    rng = np.random.default_rng(15)
+    tensors = draw(rng, variant, SIZES, np.float32)
+    tensors["log_decay"][:, 30] = -np.exp(5.0)
+    run_both_ways(on, variant, tensors)
+    whole, _ = forward(on, variant, tensors)
+    early = {name: x.copy() for name, x in tensors.items()}
+    early["v"][:, 29] *= 2
+    changed, _ = forward(on, variant, early)
+    assert (changed[:, 30] != whole[:, 30]).any()
+    compare.assert_bitwise("behind", changed[:, 31:], whole[:, 31:])

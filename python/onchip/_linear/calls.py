@@ -18,6 +18,8 @@ class Row(NamedTuple):
     optional: tuple[str, ...] = ()
     state_parts: Callable[[Arguments], int] = lambda options: 1
     default_layout: str = "kv"
+    # The tensor whose last axis is the number of slots between the state's two matrices.
+    slots: str | None = None
 
     def named(self, role: str) -> str:
         return next(name for name, own in self.tensors.items() if own == role)
@@ -46,10 +48,10 @@ MAMBA2 = Row(
     {
         "x": "v",
         "dt": "gate",
-        "A": "A",
+        "A": "rate",
         "B": "k",
         "C": "q",
-        "D": "D",
+        "D": "skip",
         "z": "z",
         "dt_bias": "dt_bias",
     },
@@ -68,15 +70,21 @@ HGRN2 = Row("hgrn2", {"q": "q", "v": "v", "log_decay": "gate"})
 DELTA_RULE = Row("delta_rule", {**_QKV, "beta": "beta"})
 GATED_DELTA_RULE = Row(
     "gated_delta_rule",
-    {**_DELTA, "A_log": "A", "dt_bias": "dt_bias"},
+    {**_DELTA, "A_log": "rate", "dt_bias": "dt_bias"},
     optional=("log_decay", "A_log", "dt_bias"),
 )
-KDA = Row("kda", {**_DELTA, "A_log": "A", "dt_bias": "dt_bias"}, optional=("A_log", "dt_bias"))
+KDA = Row("kda", {**_DELTA, "A_log": "rate", "dt_bias": "dt_bias"}, optional=("A_log", "dt_bias"))
 COMBA = Row("comba", {**_QKV, "p": "a", "log_decay": "gate", "beta": "beta"}, ("log_decay",))
 GDN2 = Row("gdn2", {**_GATED, "b": "a", "w": "b"})
 GATED_DELTA_PRODUCT = Row("gated_delta_product", _DELTA, optional=("log_decay",))
 RWKV7 = Row("rwkv7", {"r": "q", "log_decay": "gate", "k": "k", "v": "v", "a": "a", "b": "b"})
 IPLR = Row("iplr", {**_QKV, "a": "a", "b": "b"})
+GSA = Row(
+    "gsa",
+    {**_QKV, "s": "a", "log_decay": "gate"},
+    state_parts=lambda options: 2,
+    slots="s",
+)
 
 ROWS = (
     LINEAR_ATTENTION,
@@ -96,6 +104,7 @@ ROWS = (
     GATED_DELTA_PRODUCT,
     RWKV7,
     IPLR,
+    GSA,
 )
 
 
@@ -157,6 +166,10 @@ class _Shapes(NamedTuple):
         layout = self.options.get("state_layout") or self.row.default_layout
         matrix = (dv, dk) if layout == "vk" else (dk, dv)
         shapes = [(sequences, heads, *matrix), (sequences, heads, dk), (sequences, heads)]
+        if self.row.slots is not None:
+            slots = views[self.row.slots].shape[-1:]
+            pair = ((dk, *slots), (*slots, dv))
+            shapes = [(sequences, heads, *(p[::-1] if layout == "vk" else p)) for p in pair]
         parts = self.row.state_parts(self.options)
         dtype = self.state_dtype(views)
         named = zip(part_names("final_state")[:parts], shapes[:parts], strict=True)

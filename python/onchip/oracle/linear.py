@@ -345,6 +345,23 @@ def iplr(q, k, v, a, b, *, scale=None, state=None):
     return rwkv7(q, None, k, v, a, b, scale=_scale(scale, q), state=state)
 
 
+def gsa(q, k, v, s, log_decay, *, scale=None, state=None):
+    """Zhang et al. 2024: two gated linear attentions, the first's read made weights of slots."""
+    scale, q, k = _scale(scale, q), _heads(q, v), _heads(k, v)
+    shape = (v.shape[1], q.shape[2], s.shape[2])
+    keys = np.zeros(shape, q.dtype) if state is None else state[0]
+    values = np.zeros((shape[0], shape[2], v.shape[2]), q.dtype) if state is None else state[1]
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        alpha = _decay(log_decay[t])
+        keys = keys * alpha[:, None, :] + _outer(k[t], s[t])
+        values = alpha[:, :, None] * values + _outer(s[t], v[t])
+        logits = _read(keys, q[t], scale)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        o[t] = _read(values, weights / weights.sum(-1, keepdims=True), 1)
+    return o, (keys, values)
+
+
 # Tensors that are no rows; log_decay with one axis is one too.
 CONSTANTS = ("A", "D", "dt_bias", "A_log", "u")
 
@@ -354,7 +371,8 @@ def _parts(state):
 
 
 def _turned(parts):
-    return (np.swapaxes(parts[0], -1, -2), *parts[1:])
+    """Matrices: of gsa both parts, elsewhere the first alone has four axes."""
+    return tuple(np.swapaxes(part, -1, -2) if part.ndim == 4 else part for part in parts)
 
 
 def run(

@@ -10,8 +10,8 @@ import numpy as np
 from .cases import DTYPES, Chooser, Integer, described, draw
 
 # Tensors in order, by shape: "key" rows [Hk, dk], "value" rows [Hv, dv], "scalar" rows [Hv],
-# "channel" rows [Hv, dk]; "_rows": num_householder of them a token; "head" [Hv], "head_key"
-# [Hv, dk].
+# "channel" rows [Hv, dk], "slots" rows [Hv, M]; "_rows": num_householder of them a token; "head"
+# [Hv], "head_key" [Hv, dk].
 TENSORS = {
     "linear_attention": {"q": "key", "k": "key", "v": "value"},
     "retention": {"q": "key", "k": "key", "v": "value"},
@@ -82,6 +82,7 @@ TENSORS = {
         "b": "key",
     },
     "iplr": {"q": "key", "k": "key", "v": "value", "a": "key", "b": "key"},
+    "gsa": {"q": "key", "k": "key", "v": "value", "s": "slots", "log_decay": "slots"},
 }
 
 OPTIONAL = {
@@ -163,6 +164,8 @@ def _own_options(op: str, choose: Chooser) -> tuple[dict[str, Any], int, bool]:
             return {"gate": "sigmoid"}, 1, False
         return {"eps": choose.pick([0.0, 0.25])}, 3, True
     options = {}
+    if op == "gsa":
+        return options, 2, False
     if op == "gated_delta_product":
         options["num_householder"] = choose.pick([1, 2, 3])
     if op in SHORT_KEYS and op not in ("rwkv7", "iplr") and choose.chance(40):
@@ -213,7 +216,7 @@ def linear_case(
     gate_dtype = choose.pick([dtype, wide])
     heads_k = integer(1, 2)
     heads_v = heads_k * integer(1, 3)
-    dk, dv = integer(1, 40), integer(1, 40)
+    dk, dv, slots = integer(1, 40), integer(1, 40), integer(1, 20)
     num_seqs = integer(1, 3)
     options, parts, positive = _own_options(op, choose)
 
@@ -241,6 +244,7 @@ def linear_case(
         "value": (*rows, heads_v, dv),
         "scalar": (*rows, heads_v),
         "channel": (*rows, heads_v, dk),
+        "slots": (*rows, heads_v, slots),
         "key_rows": (*more_rows, heads_k, dk),
         "value_rows": (*more_rows, heads_v, dv),
         "scalar_rows": (*more_rows, heads_v),
@@ -263,7 +267,15 @@ def linear_case(
         tensors[name] = x.astype(dtype if operand else gate_dtype)
 
     matrix = (dk, dv) if layout == "kv" else (dv, dk)
-    state_shapes = [(num_seqs, heads_v, *matrix), (num_seqs, heads_v, dk), (num_seqs, heads_v)]
+    state_shapes: list[tuple[int, ...]] = [
+        (num_seqs, heads_v, *matrix),
+        (num_seqs, heads_v, dk),
+        (num_seqs, heads_v),
+    ]
+
+    if op == "gsa":
+        pair = ((dk, slots), (slots, dv))
+        state_shapes = [(num_seqs, heads_v, *(p if layout == "kv" else p[::-1])) for p in pair]
 
     def state(count: int) -> Any:
         drawn = [draw(rng, shape, wide) for shape in state_shapes[:count]]
