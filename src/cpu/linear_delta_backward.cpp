@@ -14,6 +14,7 @@ namespace onchip::cpu {
 namespace {
 
 constexpr std::int64_t kMinKept = 128;
+constexpr double kMostNumbers = 0x1p54;  // in any part of the workspace
 
 enum Word : std::size_t {
   kIsa,
@@ -334,10 +335,17 @@ void clear_rows(const LinearProblem& problem, const RowsView& rows, std::int64_t
 }  // namespace
 
 PlanResult plan_delta_backward(const LinearBackwardProblem& problem, const Settings& settings) {
-  const LinearRefusal refusal = refuse_linear(problem, settings);
+  const LinearRefusal refusal = refuse_delta(problem, settings);
   if (!refusal.reason.empty()) return Reject{refusal.reason, refusal.by_setting};
   const IsaChoice choice = choose_isa(settings);
   if (!choice.problem.empty()) return Reject{choice.problem, true};
+  const double shared = static_cast<double>(problem.num_seqs * problem.num_heads_v) *
+                        static_cast<double>(ConstantSums(problem).width);
+  const double rows = static_cast<double>(problem.slot * problem.rows_per_token) *
+                      static_cast<double>((problem.head_dim_k + 1) * (problem.head_dim_v + 1));
+  if (shared > kMostNumbers || rows > kMostNumbers) {
+    return Reject{"needs more workspace than there can be"};
+  }
   const DeltaUnit unit = delta_unit(choice.isa);
   const WorkerLayout layout(problem, unit, delta_shape(problem));
   const std::int64_t tasks = problem.num_seqs * problem.num_heads_k;

@@ -57,7 +57,7 @@ class DeltaAlgebra {
       const T* from = shape_.erase == EraseForm::keys ? t_.k : t_.a;
       for (std::int64_t i = 0; i < padded_; ++i) {
         const double beta = i < rows_ ? gates_.beta[i] : 0.0;
-        finite &= beta - beta == 0.0;
+        finite &= __builtin_isfinite(beta) != 0;
         scale_row<T>(from + i * t_.key, static_cast<T>(beta), t_.key_columns, e + i * t_.key);
         scale_row<T>(t_.v + i * t_.value, static_cast<T>(beta), t_.value_columns,
                      t_.u + i * t_.value);
@@ -222,14 +222,13 @@ class DeltaAlgebra {
       decay[i] = gates_.reset ? T{0} : power_of<T>(gates_.first + gates_.cumulative[i]);
     }
     for (std::int64_t i = 0; i < padded_; ++i) {
-      const bool used = i < rows_;
-      t_.q_factor[i] = used ? scale * decay[i] : T{0};
-      t_.e_factor[i] = !used               ? T{0}
-                       : !shape_.exclusive ? -decay[i]
-                       : i == 0            ? T{-1}
-                                           : -decay[i - 1];
-      t_.k_factor[i] =
-          used ? power_of<T>(gates_.cumulative[rows_ - 1] - gates_.cumulative[i]) : T{0};
+      t_.q_factor[i] = t_.e_factor[i] = t_.k_factor[i] = T{0};
+      if (i >= rows_) continue;
+      T erased = decay[i];
+      if (shape_.exclusive) erased = i == 0 ? T{1} : decay[i - 1];
+      t_.q_factor[i] = scale * decay[i];
+      t_.e_factor[i] = -erased;
+      t_.k_factor[i] = power_of<T>(gates_.cumulative[rows_ - 1] - gates_.cumulative[i]);
     }
     whole_ = decay[rows_ - 1];
   }

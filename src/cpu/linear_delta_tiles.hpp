@@ -170,11 +170,13 @@ template <typename T, int kRows, int kVectors>
 template <typename T>
 void decayed_update(std::int64_t rows, std::int64_t columns, const Product<T>& product,
                     const T* factor, const T* c0, T* c, std::int64_t c_stride) {
-  for_each_tile<T>(rows, columns, [&](auto kRows, auto kVectors, std::int64_t m, std::int64_t n) {
-    const std::int64_t at = m * c_stride + n;
-    decayed_tile<T, kRows, kVectors>(at_tile(product, m, n, product.begin, product.end), factor + m,
-                                     c0 == nullptr ? nullptr : c0 + at, c + at, c_stride);
-  });
+  for_each_tile<T>(
+      rows, columns, [&](auto tile_rows, auto tile_vectors, std::int64_t m, std::int64_t n) {
+        const std::int64_t at = m * c_stride + n;
+        decayed_tile<T, tile_rows, tile_vectors>(at_tile(product, m, n, product.begin, product.end),
+                                                 factor + m, c0 == nullptr ? nullptr : c0 + at,
+                                                 c + at, c_stride);
+      });
 }
 
 }  // namespace

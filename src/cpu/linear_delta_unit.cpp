@@ -73,7 +73,8 @@ class DeltaForward {
       const T one = scalar_decay(i);
       const T* channels = chunk_.shape.channels ? t_.alpha + i * t_.key : nullptr;
       const auto decay = [&](std::int64_t d) {
-        return i == 0 && chunk_.empty ? T{0} : channels != nullptr ? channels[d] : one;
+        if (i == 0 && chunk_.empty) return T{0};
+        return channels == nullptr ? one : channels[d];
       };
       const T* e = e_rows + i * t_.key;
       const T* k = t_.k + i * t_.key;
