@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <set>
 #include <string>
@@ -288,6 +289,126 @@ TEST(AttentionForwardSm90, BlocksShareTilesThroughTheWorkspaceWhereThereAreMore)
   EXPECT_EQ(launching.params.cu_seqlens_kv, launching.workspace + 28);
 }
 
+// ---- the last wave
+
+TEST(AttentionForwardSm90, SplitsTheLastWaveByKeys) {
+  const auto split = [](int seqlen_q, int seqlen_kv, bool invariant = false, bool causal = false,
+                        bool varlen = false, int dim = 128) {
+    const sm90::AttentionForwardSpec spec =
+        sm90::attention_forward_spec(true, dim, dim, causal, varlen);
+    const sm90::AttentionForwardShape shape = {.batch = 4,
+                                               .seqlen_q = seqlen_q,
+                                               .seqlen_kv = seqlen_kv,
+                                               .num_heads_q = 16,
+                                               .num_heads_kv = 16,
+                                               .head_dim_qk = dim,
+                                               .head_dim_v = dim,
+                                               .packed = false,
+                                               .top_left = false};
+    return sm90::attention_forward_split(spec, shape, 132, invariant);
+  };
+  // 64 heads of 32 tiles: 68 beyond the fifteenth wave, 32 key blocks each, 2176 / 132 = 16.5.
+  const sm90::AttentionForwardSplit dense = split(4096, 4096);
+  EXPECT_EQ(dense.tiles, 68);
+  EXPECT_EQ(dense.tile_blocks, 32);
+  EXPECT_EQ(dense.share_blocks, 17);
+  EXPECT_EQ(dense.shares, 128);
+  // Fewer tiles than multiprocessors are a last wave too.
+  EXPECT_EQ(split(128, 16384).tiles, 64);
+  EXPECT_EQ(split(128, 16384).share_blocks, 63);
+  EXPECT_EQ(split(4096, 4096, true).tiles, 0) << "batch_invariant";
+  EXPECT_EQ(split(4096, 4096, false, true).tiles, 0) << "causal";
+  EXPECT_EQ(split(4096, 4096, false, false, true).tiles, 0) << "lengths on the device";
+  EXPECT_EQ(split(4096, 4096, false, false, false, 64).tiles, 0) << "head_dim 64";
+  EXPECT_EQ(split(4096, 1024).tiles, 0) << "nothing to gain";
+  EXPECT_EQ(split(4096, 0).tiles, 0);
+  EXPECT_EQ(split(0, 4096).tiles, 0);
+  EXPECT_EQ(split(128 * 33, 4096).tiles, 0) << "a whole number of waves";
+}
+
+// Every key block of every split tile belongs to one part, parts to slots of their own, and each
+// part says of its tile what the others say.
+TEST(AttentionForwardSm90, PartsCoverSplitTilesOnce) {
+  for (const int dim_v : {64, 128}) {
+    for (int heads = 1; heads <= 300; heads += 7) {
+      for (const int blocks : {9, 10, 12, 13, 31, 32, 128, 1000}) {
+        const sm90::AttentionForwardSpec spec =
+            sm90::attention_forward_spec(true, 128, dim_v, false, false);
+        const sm90::AttentionForwardShape shape = {.batch = 1,
+                                                   .seqlen_q = 100,
+                                                   .seqlen_kv = blocks * 128 - 5,
+                                                   .num_heads_q = heads,
+                                                   .num_heads_kv = heads,
+                                                   .head_dim_qk = 128,
+                                                   .head_dim_v = dim_v,
+                                                   .packed = false,
+                                                   .top_left = false};
+        const sm90::AttentionForwardSplit split =
+            sm90::attention_forward_split(spec, shape, 132, false);
+        if (split.tiles == 0) continue;
+        ASSERT_EQ(split.tile_blocks, blocks);
+        ASSERT_LE(split.shares, 132);
+        const auto tiles = static_cast<std::size_t>(split.tiles);
+        std::vector<int> covered(tiles), count(tiles), told(tiles), first(tiles, -1);
+        std::set<int> slots;
+        const int all = split.tiles * blocks;
+        for (int share = 0; share < split.shares; ++share) {
+          const int begin = share * split.share_blocks;
+          ASSERT_LT(begin, all);
+          int rest = std::min(split.share_blocks, all - begin);
+          for (int position = begin; rest > 0;) {
+            const sm90::AttentionForwardPart part =
+                sm90::attention_forward_part(split, position, rest);
+            const auto tile = static_cast<std::size_t>(part.split_tile);
+            ASSERT_LT(part.split_tile, split.tiles);
+            ASSERT_EQ(part.begin, covered[tile]) << "parts come in the order of their keys";
+            ASSERT_GT(part.blocks, 0);
+            covered[tile] += part.blocks;
+            ASSERT_TRUE(slots.insert(part.slot).second);
+            if (count[tile] == 0) {
+              first[tile] = part.first_slot;
+              told[tile] = part.parts;
+            }
+            ASSERT_EQ(part.first_slot, first[tile]);
+            ASSERT_EQ(part.parts, told[tile]);
+            ASSERT_EQ(part.slot, part.first_slot + count[tile]);
+            ++count[tile];
+            position += part.blocks;
+            rest -= part.blocks;
+          }
+        }
+        EXPECT_EQ(covered, std::vector<int>(tiles, blocks));
+        EXPECT_EQ(count, told);
+        const long long slot_bytes = spec.warpgroups * 512ll * (dim_v / 2 + 4);
+        EXPECT_EQ(attention_forward_parts_bytes(spec, split) -
+                      attention_forward_arrival_bytes(spec, split),
+                  slot_bytes * (*slots.rbegin() + 1));
+      }
+    }
+  }
+}
+
+TEST(AttentionForwardSm90, PartsLieBehindTheCounter) {
+  AttentionForwardProblem p = problem();
+  p.slot_kv = 4096;
+  p.num_seqs = 60;  // 1440 tiles, 120 in the last wave
+  EXPECT_EQ(plan(p).workspace_bytes, 16u);
+  p.num_seqs = 57;  // 1368 tiles, 48 in the last wave, of 32 key blocks each
+  const std::size_t slots = 128 + 48 - 1;
+  EXPECT_EQ(plan(p).workspace_bytes, 16 + 48 * 2 * 8 + slots * 2 * 128 * 68 * 4);
+  Launching launching;
+  launching.run(p);
+  EXPECT_EQ(launching.params.counter, launching.workspace);
+  EXPECT_EQ(launching.params.parts, launching.workspace + 16);
+  EXPECT_EQ(launching.params.split.tiles, 48);
+  EXPECT_NE(launching.params.launch, 0u);
+  p.options.batch_invariant = true;
+  EXPECT_EQ(plan(p).workspace_bytes, 16u);
+  launching.run(p);
+  EXPECT_EQ(launching.params.parts, nullptr);
+  EXPECT_EQ(launching.params.split.tiles, 0);
+}
+
 TEST(AttentionForwardSm90, CompilesASpecOnceWhateverTheSizes) {
   Launching launching;
   for (std::int64_t n = 1; n <= 20; ++n) {
@@ -432,6 +553,8 @@ TEST(AttentionForwardSm90, ParametersLieTheSameOnBothSides) {
   ONCHIP_EXPECT_OFFSET(packed);
   ONCHIP_EXPECT_OFFSET(q_sign);
   ONCHIP_EXPECT_OFFSET(num_tiles);
+  ONCHIP_EXPECT_OFFSET(parts);
+  ONCHIP_EXPECT_OFFSET(split);
 #undef ONCHIP_EXPECT_OFFSET
   // A program needs a kernel to have machine code.
   text += "extern \"C\" __global__ void onchip_test_kernel() {}\n";

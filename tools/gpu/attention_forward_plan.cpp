@@ -20,6 +20,8 @@ AttentionForwardShape to_shape(const int* f) {
   return {f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7] != 0, f[8] != 0};
 }
 
+AttentionForwardSplit to_split(const int* f) { return {f[0], f[1], f[2], f[3]}; }
+
 AttentionForwardTensor to_tensor(const long long* f) {
   return {static_cast<unsigned long long>(f[0]),
           f[1],
@@ -61,28 +63,43 @@ const char* plan_reject(const int* spec, const int* shape) {
 const char* plan_reject_tensor(const long long* tensor) {
   return attention_forward_reject_tensor(to_tensor(tensor));
 }
-int plan_grid(const int* spec, const int* shape, int multiprocessors) {
-  return attention_forward_grid(to_spec(spec), to_shape(shape), multiprocessors);
+// {tiles, tile blocks, share blocks, shares}
+void plan_split(const int* spec, const int* shape, int multiprocessors, int batch_invariant,
+                int* split) {
+  const AttentionForwardSplit s = attention_forward_split(to_spec(spec), to_shape(shape),
+                                                          multiprocessors, batch_invariant != 0);
+  split[0] = s.tiles;
+  split[1] = s.tile_blocks;
+  split[2] = s.share_blocks;
+  split[3] = s.shares;
 }
-int plan_counter_bytes(const int* spec, const int* shape, int grid) {
-  return attention_forward_counter_bytes(to_spec(spec), to_shape(shape), grid);
+int plan_grid(const int* spec, const int* shape, const int* split, int multiprocessors) {
+  return attention_forward_grid(to_spec(spec), to_shape(shape), to_split(split), multiprocessors);
+}
+int plan_counter_bytes(const int* spec, const int* shape, const int* split, int grid) {
+  return attention_forward_counter_bytes(to_spec(spec), to_shape(shape), to_split(split), grid);
+}
+long long plan_parts_bytes(const int* spec, const int* split) {
+  return attention_forward_parts_bytes(to_spec(spec), to_split(split));
 }
 
-// pointers: lse, cu_seqlens_q, cu_seqlens_kv, seqlens_q, seqlens_kv, counter, longest_block,
+// pointers: lse, cu_seqlens_q, cu_seqlens_kv, seqlens_q, seqlens_kv, counter, parts, longest_block,
 // wait_failure, and the launch's number. int64: bit i for array i of the four.
-void plan_params(const int* spec, const int* shape, double scale,
+void plan_params(const int* spec, const int* shape, const int* split, double scale,
                  const unsigned long long* pointers, long long lse_batch_stride,
                  long long lse_head_stride, int int64, void* params) {
-  AttentionForwardParams p = attention_forward_params(to_spec(spec), to_shape(shape), scale);
+  AttentionForwardParams p =
+      attention_forward_params(to_spec(spec), to_shape(shape), to_split(split), scale);
   p.lse = reinterpret_cast<float*>(pointers[0]);
   p.cu_seqlens_q = reinterpret_cast<const void*>(pointers[1]);
   p.cu_seqlens_kv = reinterpret_cast<const void*>(pointers[2]);
   p.seqlens_q = reinterpret_cast<const void*>(pointers[3]);
   p.seqlens_kv = reinterpret_cast<const void*>(pointers[4]);
   p.counter = reinterpret_cast<void*>(pointers[5]);
-  p.longest_block = reinterpret_cast<unsigned long long*>(pointers[6]);
-  p.wait_failure = reinterpret_cast<AttentionForwardWaitFailure*>(pointers[7]);
-  p.launch = pointers[8];
+  p.parts = reinterpret_cast<void*>(pointers[6]);
+  p.longest_block = reinterpret_cast<unsigned long long*>(pointers[7]);
+  p.wait_failure = reinterpret_cast<AttentionForwardWaitFailure*>(pointers[8]);
+  p.launch = pointers[9];
   p.lse_batch_stride = lse_batch_stride;
   p.lse_head_stride = lse_head_stride;
   p.cu_seqlens_q_int64 = (int64 & 1) != 0;

@@ -34,7 +34,9 @@ def library():
     lib = ctypes.CDLL(str(path))
     for name in ("plan_entry", "plan_macro", "plan_file", "plan_reject", "plan_reject_tensor"):
         getattr(lib, name).restype = ctypes.c_char_p
+    lib.plan_parts_bytes.restype = ctypes.c_longlong
     lib.plan_params.argtypes = [
+        ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_double,

@@ -63,7 +63,8 @@ class Refused(Exception):
 class Attention:
     """One call, prepared: launch() may run many times. q, k, v, o: [batch, rows, heads, dim], or
     packed [rows, heads, dim] with cu_seqlens; lse like [batch, heads, rows] or [heads, rows].
-    `blocks`: at most so many, else one a multiprocessor."""
+    `blocks`: at most so many, else one a multiprocessor. `batch_invariant`: no tile is split; those
+    that are do not depend on `blocks`."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Attention:
         seqlens_kv=None,
         spec=None,
         blocks=None,
+        batch_invariant=False,
         longest_block=None,
         wait_failure=None,
         **changes,
@@ -120,16 +122,22 @@ class Attention:
             lib.plan_map(spec.array, shape, operand, t, out)
             dtype = driver.DTYPE_BFLOAT16 if spec.bf16 else driver.DTYPE_FLOAT16
             maps.append(driver.tensor_map(dtype, out[0], out[1:6], out[6:10], out[10:15]))
-        blocks = blocks or torch.cuda.get_device_properties(0).multi_processor_count
-        self._grid = lib.plan_grid(spec.array, shape, blocks)
-        counter = None
-        if lib.plan_counter_bytes(spec.array, shape, self._grid):
-            # Anything may lie there.
-            counter = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cuda")
-        pointers = (ctypes.c_ulonglong * 9)(
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        split = (ctypes.c_int * 4)()
+        lib.plan_split(spec.array, shape, multiprocessors, int(batch_invariant), split)
+        self.split_tiles = split[0]
+        self._grid = lib.plan_grid(spec.array, shape, split, blocks or multiprocessors)
+
+        def anything(size):
+            values = (-(2**63), 2**63 - 1, (-(-size // 8),))
+            return torch.randint(*values, dtype=torch.int64, device="cuda") if size else None
+
+        counter = anything(lib.plan_counter_bytes(spec.array, shape, split, self._grid))
+        parts = anything(lib.plan_parts_bytes(spec.array, split))
+        pointers = (ctypes.c_ulonglong * 10)(
             *(
                 0 if t is None else t.data_ptr()
-                for t in (lse, *lengths, counter, longest_block, wait_failure)
+                for t in (lse, *lengths, counter, parts, longest_block, wait_failure)
             ),
             random.getrandbits(63) * 2,
         )
@@ -144,9 +152,9 @@ class Attention:
             else ((0, lse.stride(0)) if packed else (lse.stride(0), lse.stride(1)))
         )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        lib.plan_params(spec.array, shape, scale, pointers, *strides, int64, params)
+        lib.plan_params(spec.array, shape, split, scale, pointers, *strides, int64, params)
         self._arguments = [*maps, params]
-        self._keep = (q, k, v, o, lse, lengths, counter, longest_block, wait_failure)
+        self._keep = (q, k, v, o, lse, lengths, counter, parts, longest_block, wait_failure)
         self._kernel = kernel(spec) if self._grid else None
 
     def launch(self):

@@ -250,6 +250,8 @@ class Case:
                         f"role {role} barrier {barrier} stage {stage} parity {parity}"
                     )
                 raise
+            if self.name.startswith("split") and call.split_tiles == 0:
+                failures.append(f"{self.name} {call.spec.name}: no tile is split")
             results.append((o_buffer.clone(), lse.clone()))
         name = f"{self.name} [{call.spec.name}]"
         for a, b in zip(*results, strict=True):
@@ -466,6 +468,28 @@ def turn_cases():
         )
 
 
+def split_cases():
+    """Last waves of one tile and of about half of 132 multiprocessors, calls of fewer tiles
+    than there are; with tails of rows and keys, with two parts a tile and with many."""
+    for dtype, dims in itertools.product(("bf16", "fp16"), ((128, 128), (64, 128), (128, 64))):
+        common = dict(dtype=dtype, dims=dims)
+        for name, heads, batch, sq, sk in (
+            ("one beyond a wave", (19, 19), 7, 90, 1500),
+            ("half a wave", (12, 3), 17, 60, 2500),
+            ("half a wave, tails", (8, 8), 4, 200, 2500),
+            ("one tile", (1, 1), 1, 64, 4096),
+            ("few tiles", (5, 1), 2, 300, 3333),
+        ):
+            yield Case(f"split {name}", heads=heads, batch=batch, sq=sq, sk=sk, **common)
+        few = dict(heads=(4, 2), sq=300, sk=2000, **common)
+        yield Case("split scale -0.1", scale=-0.1, **few)
+        yield Case("split scale 0", scale=0.0, **few)
+        yield Case("split spread 30", spread=30.0, **few)
+        yield Case("split NaN in a query", bad="query", **few)
+        yield Case("split bhsd", layout="bhsd", **few)
+    yield Case("split odd dims", dtype="bf16", heads=(4, 2), dims=(41, 72), sq=200, sk=2000)
+
+
 def run_cases(cases, debug):
     """A case that raises is a failure; after an error of the device nothing more can run."""
     import torch
@@ -486,20 +510,20 @@ def run_cases(cases, debug):
 
 
 def phase_small():
-    wanted = ("257x129", "65x64", "packed mixed", "dense seqlens", "scale -0.1")
-    cases = [c for make in (dense_cases, varlen_cases) for c in make()]
+    wanted = ("split few tiles", "257x129", "65x64", "packed mixed", "dense seqlens", "scale -0.1")
+    cases = [c for make in (dense_cases, varlen_cases, split_cases) for c in make()]
     return run_cases(
         [c for c in cases if c.dtype == "bf16" and any(w in c.name for w in wanted)], False
     )
 
 
 def phase_debug():
-    some = [c for make in (dense_cases, varlen_cases) for c in list(make())[::9]]
+    some = [c for make in (dense_cases, varlen_cases, split_cases) for c in list(make())[::9]]
     return run_cases([*some, *turn_cases()], True)
 
 
 def phase_check():
-    cases = [c for make in (dense_cases, varlen_cases, turn_cases) for c in make()]
+    cases = [c for make in (dense_cases, varlen_cases, turn_cases, split_cases) for c in make()]
     result = run_cases(cases, False)
     print(probe_zero_stride())
     return result
@@ -548,7 +572,7 @@ def phase_repeat():
     import torch
 
     failures, count = [], 0
-    for dim in (64, 128):
+    for dim in (64, 128):  # 128 full: the last wave, 12 tiles, is split
         for causal in (False, True):
             q, k, v = (
                 torch.randn(2, 1536, 6, dim, device="cuda").to(torch.bfloat16) for _ in range(3)

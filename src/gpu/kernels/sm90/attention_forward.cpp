@@ -140,6 +140,25 @@ AttentionForwardShape shape_of(const AttentionForwardProblem& p) {
           p.options.top_left};
 }
 
+AttentionForwardSplit split_of(const gpu::DeviceFacts& device, const AttentionForwardSpec& spec,
+                               const AttentionForwardProblem& p) {
+  return attention_forward_split(spec, shape_of(p), device.multiprocessors,
+                                 p.options.batch_invariant);
+}
+
+// Of the workspace, in this order.
+struct Workspace {
+  std::size_t counter_bytes, parts_bytes;
+
+  std::size_t lengths() const { return counter_bytes + parts_bytes; }
+};
+
+Workspace workspace_of(const AttentionForwardSpec& spec, const AttentionForwardShape& shape,
+                       const AttentionForwardSplit& split, int grid) {
+  return {static_cast<std::size_t>(attention_forward_counter_bytes(spec, shape, split, grid)),
+          static_cast<std::size_t>(attention_forward_parts_bytes(spec, split))};
+}
+
 // What the problem alone says against this kernel, whatever the machine.
 std::optional<Reject> reject_problem(const AttentionForwardProblem& p) {
   if (p.device.type != ONCHIP_DEVICE_CUDA) {
@@ -217,10 +236,10 @@ PlanResult plan_attention_forward_on(const gpu::DeviceFacts& device,
                   std::to_string(device.shared_bytes_per_block) +
                   " bytes of shared memory, wanted " + std::to_string(shared_bytes)};
   }
-  const int grid = attention_forward_grid(spec, shape, device.multiprocessors);
+  const AttentionForwardSplit split = split_of(device, spec, problem);
+  const int grid = attention_forward_grid(spec, shape, split, device.multiprocessors);
   plan.words[kGridWord] = static_cast<std::uint64_t>(grid);
-  plan.workspace_bytes =
-      static_cast<std::size_t>(attention_forward_counter_bytes(spec, shape, grid));
+  plan.workspace_bytes = workspace_of(spec, shape, split, grid).lengths();
   if (plan.workspace_bytes != 0) plan.workspace_alignment = 16;
   for (const TensorView* tensor : lengths(problem)) {
     if (on_host(*tensor)) {
@@ -309,10 +328,11 @@ std::array<DeviceLengths, 4> place_lengths(const gpu::Driver& driver,
   return placed;
 }
 
-// The number under which a launch opens its counter: even, and not in the workspace already, where
-// anything may lie, but for a chance of 2^-63. The time, through the finaliser of splitmix64
-// (Steele et al., "Fast splittable pseudorandom number generators", 2014). A launch that is
-// captured keeps its number: every replay leaves the counter closed.
+// The number under which a launch opens its counter and counts arriving parts: even, and not in the
+// workspace already, where anything may lie, but for a chance of 2^-63. The time, through the
+// finaliser of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+// A launch that is captured keeps its number: every replay leaves the counter closed, and the
+// parts' counts full.
 unsigned long long launch_number() {
   auto x = static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
   x += 0x9e3779b97f4a7c15u;
@@ -336,20 +356,21 @@ void launch_attention_forward(const gpu::Driver& driver, const gpu::DeviceFacts&
   const gpu::ContextScope scope(driver, device);
   gpu::CuFunction function = cache.function(driver, device, scope, kernel_spec, stream);
 
-  AttentionForwardParams params = attention_forward_params(spec, shape, problem.options.scale);
+  const AttentionForwardSplit split = split_of(device, spec, problem);
+  AttentionForwardParams params =
+      attention_forward_params(spec, shape, split, problem.options.scale);
   if (problem.lse.wanted) {
     constexpr auto kSize = static_cast<std::int64_t>(sizeof(float));
     params.lse = reinterpret_cast<float*>(problem.lse.data);
     params.lse_batch_stride = problem.lse.batch_stride / kSize;
     params.lse_head_stride = problem.lse.head_stride / kSize;
   }
-  const int counter_bytes = attention_forward_counter_bytes(spec, shape, static_cast<int>(grid));
-  if (counter_bytes != 0) {
-    params.counter = context.workspace;
-    params.launch = launch_number();
-  }
+  const Workspace layout = workspace_of(spec, shape, split, static_cast<int>(grid));
+  if (layout.counter_bytes != 0) params.counter = context.workspace;
+  if (layout.parts_bytes != 0) params.parts = context.workspace + layout.counter_bytes;
+  if (layout.lengths() != 0) params.launch = launch_number();
   const std::array<DeviceLengths, 4> placed =
-      place_lengths(driver, problem, context.workspace + counter_bytes, stream);
+      place_lengths(driver, problem, context.workspace + layout.lengths(), stream);
   params.cu_seqlens_q = placed[0].data;
   params.cu_seqlens_kv = placed[1].data;
   params.seqlens_q = placed[2].data;

@@ -2,12 +2,12 @@
 // only; no header, since NVRTC reads this file too.
 //
 // The host's part, in order: attention_forward_reject -> attention_forward_spec ->
-// attention_forward_params (then set its pointers) -> four tensor maps by attention_forward_map ->
-// launch kAttentionForwardEntry with grid attention_forward_grid, block
+// attention_forward_split -> attention_forward_params (then set its pointers) -> four tensor maps
+// by attention_forward_map -> launch kAttentionForwardEntry with grid attention_forward_grid, block
 // attention_forward_threads, dynamic shared memory attention_forward_smem().total and the arguments
 // (q map, k map, v map, o map, params), each map by value, 64-byte aligned. Workspace:
-// attention_forward_counter_bytes, whatever they hold. No other launch before or after. Where there
-// is no element of o, nothing is launched.
+// attention_forward_counter_bytes and attention_forward_parts_bytes, whatever they hold. No other
+// launch before or after. Where there is no element of o, nothing is launched.
 #pragma once
 
 namespace onchip::sm90 {
@@ -64,8 +64,8 @@ inline constexpr int kAttentionForwardQSlots = 2;  // O leaves through the slot 
 inline constexpr int kAttentionForwardTileSlots = 2;
 
 // One tile of work, written by the schedule role, read by the others. Rows count from the start of
-// the sequence; coordinates are those of the tensor maps.
-struct alignas(16) AttentionForwardTile {
+// the sequence; coordinates are those of the tensor maps. 128 bytes: slots are found by a shift.
+struct alignas(64) AttentionForwardTile {
   int blocks;     // of keys, at least 1; 0: no more tiles
   int kv_limit;   // keys that any query of the sequence sees
   int diagonal;   // keys that the tile's first row sees, if causal; may be negative
@@ -81,6 +81,11 @@ struct alignas(16) AttentionForwardTile {
   int kv_row;  // of key 0
   int kv_end;
   long long lse;  // offset of the tile's first row in lse, in elements
+  // Of a part of a tile's keys, to which kv_limit and kv_row are then moved:
+  int parts;  // of the tile; 0: all keys are here
+  int slot;
+  int first_slot;  // of the tile's parts
+  int split_tile;  // among those that are split
 };
 
 // Byte offsets from a 1024-byte boundary, which the 128-byte swizzle needs. Matrices are stored as
@@ -119,7 +124,8 @@ constexpr AttentionForwardSmem attention_forward_smem(const AttentionForwardSpec
   s.v = s.k + kAttentionForwardStages * s.k_stage_bytes;
   s.zeros = s.v + kAttentionForwardStages * s.v_stage_bytes;
   s.barriers = s.zeros + 64 * 64 * 2;
-  s.tiles = s.barriers + 2 * 8 * static_cast<int>(AttentionForwardBarrier::count);
+  const int barriers_end = s.barriers + 2 * 8 * static_cast<int>(AttentionForwardBarrier::count);
+  s.tiles = (barriers_end + 63) / 64 * 64;
   s.total = s.tiles + kAttentionForwardTileSlots * static_cast<int>(sizeof(AttentionForwardTile));
   return s;
 }
@@ -159,6 +165,53 @@ struct AttentionForwardWaitFailure {
   int stage, parity;
 };
 
+constexpr int attention_forward_ceil_div(int a, int b) { return a / b + int{a % b != 0}; }
+
+// The tiles of a last wave that would leave multiprocessors idle are shared out by keys: their key
+// blocks in a row, every thread block takes an equal share of it, the end of one tile and the
+// beginning of the next. A row's bits then depend on the number of tiles.
+struct AttentionForwardSplit {
+  int tiles;        // the launch's last; 0: none is split
+  int tile_blocks;  // key blocks of each
+  int share_blocks;
+  int shares;
+};
+
+// Whether a spec's tiles may be split. Causal launches end with short tiles anyway, lengths in
+// device memory say nothing to the host, and where both head dims are 64 nothing is gained.
+constexpr bool attention_forward_splits(const AttentionForwardSpec& spec) {
+  return !spec.causal && !spec.varlen && spec.warpgroups == 2;
+}
+
+// What parts cost beside their key blocks, in key blocks: a second end of a tile, fp32 outputs
+// written, read and added up.
+inline constexpr int kAttentionForwardSplitCost = 8;
+inline constexpr int kAttentionForwardMinShare = 4;
+
+// A part of a tile: what share `position / share_blocks` has of the tile that `position` lies in.
+struct AttentionForwardPart {
+  int split_tile;
+  int begin, blocks;  // of the tile's key blocks
+  int parts;          // of the tile
+  int slot, first_slot;
+};
+
+// `rest`: blocks of the share from `position` on. Both a share and a tile further are one slot
+// further, so every part has its own.
+constexpr AttentionForwardPart attention_forward_part(const AttentionForwardSplit& split,
+                                                      int position, int rest) {
+  AttentionForwardPart part{};
+  part.split_tile = position / split.tile_blocks;
+  const int first = part.split_tile * split.tile_blocks;
+  const int first_share = first / split.share_blocks;
+  part.begin = position - first;
+  part.blocks = split.tile_blocks - part.begin < rest ? split.tile_blocks - part.begin : rest;
+  part.parts = (first + split.tile_blocks - 1) / split.share_blocks - first_share + 1;
+  part.first_slot = first_share + part.split_tile;
+  part.slot = position / split.share_blocks + part.split_tile;
+  return part;
+}
+
 struct AttentionForwardParams {
   // Pointers, set by the caller; each may be null.
   float* lse;                  // natural log; [batch, head, row], rows contiguous
@@ -169,11 +222,12 @@ struct AttentionForwardParams {
   const void* seqlens_q;  // varlen: batch entries; null: the whole slot
   const void* seqlens_kv;
   void* counter;  // kAttentionForwardCounterBytes of anything; null where the plan says 0 bytes
+  void* parts;    // attention_forward_parts_bytes of anything, 16-byte aligned
   unsigned long long* longest_block;  // maximum over blocks of their cycles is put here
   AttentionForwardWaitFailure* wait_failure;
   // Widths of the four arrays above, in their order.
   bool cu_seqlens_q_int64, cu_seqlens_kv_int64, seqlens_q_int64, seqlens_kv_int64;
-  unsigned long long launch;  // with a counter: a number made up for this launch, even
+  unsigned long long launch;  // with workspace: a number made up for this launch, even
   // Set by attention_forward_params.
   bool top_left;
   bool packed;
@@ -183,9 +237,8 @@ struct AttentionForwardParams {
   int seqlen_q, seqlen_kv;
   int num_heads_q, heads_per_kv_head;
   int tiles_per_head, late_tiles, heads_per_section, num_tiles;  // not packed
+  AttentionForwardSplit split;
 };
-
-constexpr int attention_forward_ceil_div(int a, int b) { return a / b + int{a % b != 0}; }
 
 // Bytes of K and V that a wave of tiles should share in the 50 MB L2. 16 MiB and 64 MiB are slower
 // by 2 % and 7 %.
@@ -193,8 +246,10 @@ inline constexpr long long kAttentionForwardL2Bytes = 32ll << 20;
 
 constexpr AttentionForwardParams attention_forward_params(const AttentionForwardSpec& spec,
                                                           const AttentionForwardShape& shape,
+                                                          const AttentionForwardSplit& split,
                                                           double scale) {
   AttentionForwardParams p{};
+  p.split = split;
   p.top_left = shape.top_left;
   p.packed = shape.packed;
   p.q_sign = scale < 0 ? 0x80008000u : 0u;
@@ -236,19 +291,62 @@ constexpr long long attention_forward_tiles_bound(const AttentionForwardSpec& sp
   return (shape.packed ? tiles + shape.batch + 2 : tiles * shape.batch) * shape.num_heads_q;
 }
 
-// Of workspace, 16-byte aligned, with which the blocks share out tiles: none where the grid has a
-// block for every tile.
+// None where the last wave is (nearly) full, tiles are short, or `batch_invariant` forbids it.
+constexpr AttentionForwardSplit attention_forward_split(const AttentionForwardSpec& spec,
+                                                        const AttentionForwardShape& shape,
+                                                        int multiprocessors, bool batch_invariant) {
+  if (!attention_forward_splits(spec) || batch_invariant) return {};
+  const auto tiles = static_cast<int>(attention_forward_tiles_bound(spec, shape) % multiprocessors);
+  const int blocks = attention_forward_ceil_div(shape.seqlen_kv, spec.tile_n);
+  const long long all_blocks = static_cast<long long>(tiles) * blocks;
+  // Sums of positions and a share stay below 2^31.
+  if (all_blocks == 0 || all_blocks >= 1ll << 29) return {};
+  const int fair = attention_forward_ceil_div(static_cast<int>(all_blocks), multiprocessors);
+  const int share = fair < kAttentionForwardMinShare ? kAttentionForwardMinShare : fair;
+  if (share + kAttentionForwardSplitCost > blocks) return {};
+  return {tiles, blocks, share, attention_forward_ceil_div(static_cast<int>(all_blocks), share)};
+}
+
+// Pieces of work that blocks take: whole tiles, then shares.
+constexpr long long attention_forward_pieces_bound(const AttentionForwardSpec& spec,
+                                                   const AttentionForwardShape& shape,
+                                                   const AttentionForwardSplit& split) {
+  return attention_forward_tiles_bound(spec, shape) - split.tiles + split.shares;
+}
+
+// Of workspace, 16-byte aligned, with which the blocks share out pieces: none where the grid has a
+// block for every piece.
 inline constexpr int kAttentionForwardCounterBytes = 16;
 constexpr int attention_forward_counter_bytes(const AttentionForwardSpec& spec,
-                                              const AttentionForwardShape& shape, int grid) {
-  return attention_forward_tiles_bound(spec, shape) > grid ? kAttentionForwardCounterBytes : 0;
+                                              const AttentionForwardShape& shape,
+                                              const AttentionForwardSplit& split, int grid) {
+  const bool more = attention_forward_pieces_bound(spec, shape, split) > grid;
+  return more ? kAttentionForwardCounterBytes : 0;
+}
+
+// For the parts of split tiles: fp32 outputs, maxima and sums of a slot, warpgroup by warpgroup;
+// before them 8 bytes for every warpgroup of every split tile.
+constexpr int attention_forward_slab_bytes(const AttentionForwardSpec& spec) {
+  return 128 * 16 * (spec.head_dim_v / 8 + 1);
+}
+constexpr int attention_forward_arrival_bytes(const AttentionForwardSpec& spec,
+                                              const AttentionForwardSplit& split) {
+  return attention_forward_ceil_div(8 * split.tiles * spec.warpgroups, 16) * 16;
+}
+constexpr long long attention_forward_parts_bytes(const AttentionForwardSpec& spec,
+                                                  const AttentionForwardSplit& split) {
+  if (split.tiles == 0) return 0;
+  const long long slots = split.shares + split.tiles - 1;
+  return attention_forward_arrival_bytes(spec, split) +
+         slots * spec.warpgroups * attention_forward_slab_bytes(spec);
 }
 
 constexpr int attention_forward_grid(const AttentionForwardSpec& spec,
-                                     const AttentionForwardShape& shape, int multiprocessors) {
+                                     const AttentionForwardShape& shape,
+                                     const AttentionForwardSplit& split, int multiprocessors) {
   if (shape.seqlen_q == 0) return 0;
-  const long long tiles = attention_forward_tiles_bound(spec, shape);
-  return tiles < multiprocessors ? static_cast<int>(tiles) : multiprocessors;
+  const long long pieces = attention_forward_pieces_bound(spec, shape, split);
+  return pieces < multiprocessors ? static_cast<int>(pieces) : multiprocessors;
 }
 
 // ---- tensor maps
