@@ -155,28 +155,32 @@ Product<T> at_tile(const Product<T>& product, std::int64_t m, std::int64_t n, st
 template <typename T>
 void products(std::int64_t rows, std::int64_t columns, const Product<T>& first, const T* factor,
               const Product<T>& second, Steps steps, T* c, std::int64_t c_stride) {
-  for_each_tile<T>(rows, columns, [&](auto kRows, auto kVectors, std::int64_t m, std::int64_t n) {
-    std::int64_t begin = second.begin;
-    std::int64_t end = second.end;
-    if (steps == Steps::up_to_row && m + kRows < end) end = m + kRows;
-    if (steps == Steps::from_row && m > begin) begin = m;
-    product_tile<T, kRows, kVectors>(
-        at_tile(first, m, n, first.begin, first.end), factor == nullptr ? nullptr : factor + m,
-        at_tile(second, m, n, begin, end < begin ? begin : end), c + m * c_stride + n, c_stride);
-  });
+  for_each_tile<T>(
+      rows, columns, [&](auto tile_rows, auto vectors, std::int64_t m, std::int64_t n) {
+        std::int64_t begin = second.begin;
+        std::int64_t end = second.end;
+        if (steps == Steps::up_to_row && m + tile_rows < end) end = m + tile_rows;
+        if (steps == Steps::from_row && m > begin) begin = m;
+        product_tile<T, tile_rows, vectors>(at_tile(first, m, n, first.begin, first.end),
+                                            factor == nullptr ? nullptr : factor + m,
+                                            at_tile(second, m, n, begin, end < begin ? begin : end),
+                                            c + m * c_stride + n, c_stride);
+      });
 }
 
 // c += product, whose steps are limited as above.
 template <typename T>
 void add_products(std::int64_t rows, std::int64_t columns, const Product<T>& product, Steps steps,
                   T* c, std::int64_t c_stride) {
-  for_each_tile<T>(rows, columns, [&](auto kRows, auto kVectors, std::int64_t m, std::int64_t n) {
-    const bool up_to_row = steps == Steps::up_to_row && m + kRows < product.end;
-    const std::int64_t end = up_to_row ? m + kRows : product.end;
-    const std::int64_t begin = steps == Steps::from_row && m < end ? m : product.begin;
-    T* at = c + m * c_stride + n;
-    update_tile<T, kRows, kVectors>(at_tile(product, m, n, begin, end), at, T{1}, at, c_stride);
-  });
+  for_each_tile<T>(
+      rows, columns, [&](auto tile_rows, auto vectors, std::int64_t m, std::int64_t n) {
+        const bool up_to_row = steps == Steps::up_to_row && m + tile_rows < product.end;
+        const std::int64_t end = up_to_row ? m + tile_rows : product.end;
+        const std::int64_t begin = steps == Steps::from_row && m < end ? m : product.begin;
+        T* at = c + m * c_stride + n;
+        update_tile<T, tile_rows, vectors>(at_tile(product, m, n, begin, end), at, T{1}, at,
+                                           c_stride);
+      });
 }
 
 // c[m][n] of the register tiles that reach the diagonal or below it (n <= m); the rest is not
@@ -184,33 +188,37 @@ void add_products(std::int64_t rows, std::int64_t columns, const Product<T>& pro
 template <typename T>
 void lower_product(std::int64_t rows, std::int64_t columns, const Product<T>& product, T* c,
                    std::int64_t c_stride) {
-  for_each_tile<T>(rows, columns, [&](auto kRows, auto kVectors, std::int64_t m, std::int64_t n) {
-    if (n >= m + kRows) return;
-    product_tile<T, kRows, kVectors>(at_tile(product, m, n, product.begin, product.end), nullptr,
-                                     {}, c + m * c_stride + n, c_stride);
-  });
+  for_each_tile<T>(
+      rows, columns, [&](auto tile_rows, auto vectors, std::int64_t m, std::int64_t n) {
+        if (n >= m + tile_rows) return;
+        product_tile<T, tile_rows, vectors>(at_tile(product, m, n, product.begin, product.end),
+                                            nullptr, {}, c + m * c_stride + n, c_stride);
+      });
 }
 
 // c[m][n] of the register tiles that reach the diagonal or above it (n >= m).
 template <typename T>
 void upper_product(std::int64_t rows, std::int64_t columns, const Product<T>& product, T* c,
                    std::int64_t c_stride) {
-  for_each_tile<T>(rows, columns, [&](auto kRows, auto kVectors, std::int64_t m, std::int64_t n) {
-    if (n + kVectors * kLanes<T> <= m) return;
-    product_tile<T, kRows, kVectors>(at_tile(product, m, n, product.begin, product.end), nullptr,
-                                     {}, c + m * c_stride + n, c_stride);
-  });
+  for_each_tile<T>(
+      rows, columns, [&](auto tile_rows, auto vectors, std::int64_t m, std::int64_t n) {
+        if (n + vectors * kLanes<T> <= m) return;
+        product_tile<T, tile_rows, vectors>(at_tile(product, m, n, product.begin, product.end),
+                                            nullptr, {}, c + m * c_stride + n, c_stride);
+      });
 }
 
 // c = keep c0 + product.
 template <typename T>
 void update(std::int64_t rows, std::int64_t columns, const Product<T>& product, const T* c0, T keep,
             T* c, std::int64_t c_stride) {
-  for_each_tile<T>(rows, columns, [&](auto kRows, auto kVectors, std::int64_t m, std::int64_t n) {
-    const std::int64_t at = m * c_stride + n;
-    update_tile<T, kRows, kVectors>(at_tile(product, m, n, product.begin, product.end),
-                                    c0 == nullptr ? nullptr : c0 + at, keep, c + at, c_stride);
-  });
+  for_each_tile<T>(
+      rows, columns, [&](auto tile_rows, auto vectors, std::int64_t m, std::int64_t n) {
+        const std::int64_t at = m * c_stride + n;
+        update_tile<T, tile_rows, vectors>(at_tile(product, m, n, product.begin, product.end),
+                                           c0 == nullptr ? nullptr : c0 + at, keep, c + at,
+                                           c_stride);
+      });
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ struct ScalarChunk {
   bool detach_normalizer = false;
   const ChunkGates* gates = nullptr;
   UnitRow q, k, v, z, o;
+  DType z_dtype = DType::f32;       // dz has it too; q, k, v and o have the shape's
   const std::byte* skip = nullptr;  // D of the head; NULL: absent
   DType skip_dtype = DType::f32;
   std::int64_t skip_width = 0;

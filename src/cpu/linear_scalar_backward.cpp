@@ -26,13 +26,13 @@ constexpr std::int64_t kGroupWindow = 8;
 // Gradients of constants are summed over sequences: one row of these a (sequence, value head).
 struct ConstantSums {
   explicit ConstantSums(const LinearBackwardProblem& problem)
-      : gate(0),
-        rate(gate + (problem.gate_per_head ? 1 : 0)),
+      : rate(gate + (problem.gate_per_head ? 1 : 0)),
         dt_bias(rate + (problem.gradients.rate.wanted ? 1 : 0)),
         skip(dt_bias + (problem.gradients.dt_bias.wanted ? 1 : 0)),
         width(skip + (problem.gradients.skip.wanted ? problem.skip_width : 0)) {}
 
-  std::int64_t gate, rate, dt_bias, skip, width;
+  std::int64_t gate = 0;
+  std::int64_t rate, dt_bias, skip, width;
 };
 
 enum Word : std::size_t { kIsa, kWorkers, kBatch, kWindowWord };

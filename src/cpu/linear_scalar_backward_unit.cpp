@@ -118,8 +118,8 @@ class PullRead {
       row[d] /= by.value;
       d_denominator -= row[d] * (read[d] / by.value);
     }
-    const bool negative = chunk_.read == ReadForm::mlstm && by.sum < T{0};
-    row[tile_.dv] = by.constant ? T{0} : negative ? -d_denominator : d_denominator;
+    if (chunk_.read == ReadForm::mlstm && by.sum < T{0}) d_denominator = -d_denominator;
+    row[tile_.dv] = by.constant ? T{0} : d_denominator;
   }
 
   void pull_skip(std::int64_t i, const T* read, T* row) const {
@@ -133,15 +133,16 @@ class PullRead {
         v = load_numbers<kStored, T>(chunk_.v.data + i * chunk_.v.row_stride + d * kSize, width);
       }
       if (gated) {
-        const std::byte* from = chunk_.z.data + i * chunk_.z.row_stride + d * kSize;
-        const Vec<T> z = load_numbers<kStored, T>(from, width);
+        const std::int64_t z_at = d * dtype_size(chunk_.z_dtype);
+        const Vec<T> z =
+            load_any<T>(chunk_.z.data + i * chunk_.z.row_stride + z_at, chunk_.z_dtype, width);
         const Vec<T> s = sigmoid<T>(z);
         if (gradients_.dz.data != nullptr) {
           Vec<T> y = S::load(read + d);
           if (chunk_.skip != nullptr) y = S::fma(skip_vector<T>(chunk_, d, width), v, y);
           const Vec<T> one = S::broadcast(T{1});
-          store_numbers<kStored, T>(gradients_.dz.data + i * gradients_.dz.row_stride + d * kSize,
-                                    d_y * y * s * S::fma(z, one - s, one), width);
+          store_any<T>(gradients_.dz.data + i * gradients_.dz.row_stride + z_at, chunk_.z_dtype,
+                       d_y * y * s * S::fma(z, one - s, one), width);
         }
         d_y = d_y * (z * s);
         S::store(row + d, d_y);
@@ -400,8 +401,8 @@ std::size_t scalar_backward_scratch_bytes(const LinearShape& shape) {
   with_arithmetic(shape.dtype, [&](auto number) {
     using T = decltype(number);
     const std::size_t forward = ForwardScratch<T>(shape, nullptr).bytes;
-    bytes = BackwardScratch<T>(shape, nullptr).bytes;
-    if (bytes < forward) bytes = forward;
+    const std::size_t backward = BackwardScratch<T>(shape, nullptr).bytes;
+    bytes = backward < forward ? forward : backward;
   });
   return bytes;
 }

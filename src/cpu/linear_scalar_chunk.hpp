@@ -218,8 +218,9 @@ void finish_rows(const ScalarChunk& chunk, const StateTile<T>& tile, T* read) {
           y = S::fma(skip_vector<T>(chunk, d, width), load_numbers<kStored, T>(v, width), y);
         }
         if (chunk.z.data != nullptr) {
-          const std::byte* from = chunk.z.data + i * chunk.z.row_stride + d * kSize;
-          const Vec<T> z = load_numbers<kStored, T>(from, width);
+          const Vec<T> z =
+              load_any<T>(chunk.z.data + i * chunk.z.row_stride + d * dtype_size(chunk.z_dtype),
+                          chunk.z_dtype, width);
           y = y * (z * sigmoid<T>(z));
         }
         S::store(row + d, y);

@@ -49,6 +49,7 @@ ScalarChunk scalar_chunk(const LinearProblem& problem, const TokenRange& tokens,
   chunk.k = unit_row(in.k, tokens.batch, row, key_head);
   chunk.v = unit_row(in.v, tokens.batch, row, head);
   chunk.z = unit_row(in.z, tokens.batch, row, head);
+  chunk.z_dtype = in.z.dtype;
   if (in.skip.wanted) {
     chunk.skip = in.skip.at(0, 0, head);
     chunk.skip_dtype = in.skip.dtype;

@@ -176,6 +176,21 @@ ONCHIP_INLINE void with_stored(DType dtype, F&& f) {
   }
 }
 
+// `count` numbers of a dtype that is known at run time only.
+template <typename T>
+Vec<T> load_any(const std::byte* from, DType dtype, int count) {
+  Vec<T> x{};
+  with_stored(dtype,
+              [&](auto stored) { x = load_numbers<decltype(stored)::kDType, T>(from, count); });
+  return x;
+}
+
+template <typename T>
+void store_any(std::byte* to, DType dtype, Vec<T> x, int count) {
+  with_stored(dtype,
+              [&](auto stored) { store_numbers<decltype(stored)::kDType, T>(to, x, count); });
+}
+
 // Absent parts are 0. Whether any number of it is not 0.
 template <typename T>
 bool load_state_tile(const StateTile<T>& tile, const UnitState& matrix, const UnitState& normaliser,

@@ -4,6 +4,7 @@ work is cut, numbers that are not finite inside a chunk."""
 import numpy as np
 import pytest
 from linear_cases import (
+    DTYPES,
     SCALAR_DECAY,
     VARIANTS,
     Sizes,
@@ -92,7 +93,7 @@ def test_backward_at_every_length(variant):
 def test_widths(variant, dims):
     rng = np.random.default_rng(2)
     for dtype in (np.float32, np.float64):
-        sizes = Sizes(batch=1, length=77, heads_k=1, heads_v=1, dk=dims[0], dv=dims[1])
+        sizes = Sizes(batch=1, length=77, heads_k=1, heads_v=3, dk=dims[0], dv=dims[1])
         tensors = draw(rng, variant, sizes, dtype)
         state = draw_state(rng, variant, sizes, 1, dtype, variant.layout({}))
         judged_forward(variant, tensors, state)
@@ -150,3 +151,27 @@ def test_what_is_not_finite_stays_where_the_recurrence_has_it(variant, name):
                 tensors["log_decay"][:, at + 9] = -np.inf
             tensors[name][0, at, 0, 3] = value
             judged_forward(variant, tensors, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("other", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_gates_of_another_dtype(dtype, other):
+    """What is no operand of a product may have any float dtype, z included."""
+    variant = next(v for v in TAKEN if v.op == "mamba2" and v.id == "full")
+    rng = np.random.default_rng(5)
+    sizes = Sizes(batch=1, length=70, dk=8, dv=20)
+    tensors = draw(rng, variant, sizes, dtype)
+    for name in ("dt", "A", "D", "z", "dt_bias"):
+        tensors[name] = tensors[name].astype(other)
+    judged_forward(variant, tensors, None)
+    d_o = rng.standard_normal(output_shape(variant, tensors)).astype(dtype)
+    got = backward("cpu", variant, d_o, tensors)
+    want = backward(
+        "reference", variant, exact(d_o), {name: exact(x) for name, x in tensors.items()}
+    )
+    loosest = max((dtype, other), key=lambda d: linear_compare.BOUNDS[np.dtype(d)][0])
+    for name, x in tensors.items():
+        gradient = getattr(got, "d" + name)
+        assert gradient.dtype == x.dtype, name
+        kind = linear_compare.kind_of_gradient(name)
+        linear_compare.judge(name, gradient, getattr(want, "d" + name), loosest, kind)
