@@ -26,7 +26,7 @@ enum Word : std::size_t {
 template <typename Problem>
 PlanResult plan_delta(const Problem& problem, const Settings& settings, std::int64_t slices,
                       const char* DeltaUnit::* name) {
-  const LinearRefusal refusal = refuse_delta(problem, settings);
+  const LinearRefusal refusal = refuse_linear(problem, settings);
   if (!refusal.reason.empty()) return Reject{refusal.reason, refusal.by_setting};
   const IsaChoice choice = choose_isa(settings);
   if (!choice.problem.empty()) return Reject{choice.problem, true};

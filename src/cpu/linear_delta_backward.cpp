@@ -335,7 +335,7 @@ void clear_rows(const LinearProblem& problem, const RowsView& rows, std::int64_t
 }  // namespace
 
 PlanResult plan_delta_backward(const LinearBackwardProblem& problem, const Settings& settings) {
-  const LinearRefusal refusal = refuse_delta(problem, settings);
+  const LinearRefusal refusal = refuse_linear(problem, settings);
   if (!refusal.reason.empty()) return Reject{refusal.reason, refusal.by_setting};
   const IsaChoice choice = choose_isa(settings);
   if (!choice.problem.empty()) return Reject{choice.problem, true};

@@ -71,20 +71,6 @@ DeltaShape delta_shape(const LinearProblem& problem) {
   return shape;
 }
 
-LinearRefusal refuse_delta(const LinearProblem& problem, const Settings& settings) {
-  LinearRefusal refusal = refuse_linear(problem, settings);
-  if (!refusal.reason.empty()) return refusal;
-  const auto real = [](std::int64_t x) { return static_cast<double>(x); };
-  constexpr double kLimit = 0x1p40;
-  if (real(problem.num_seqs) * real(problem.num_heads_v) > kLimit) {
-    return {"more (sequence, head) pairs than can be counted"};
-  }
-  if (real(problem.slot) * real(problem.rows_per_token) > kLimit) {
-    return {"more rows than can be counted"};
-  }
-  return {};
-}
-
 std::size_t formed_bytes(const LinearProblem& problem) {
   if (!forms_channels(problem)) return 0;
   return linear_rounded_up(static_cast<std::size_t>(kDeltaChannelRows * problem.head_dim_k) *

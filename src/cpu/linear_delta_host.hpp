@@ -34,9 +34,6 @@ DeltaUnit delta_unit(Isa isa);
 
 DeltaShape delta_shape(const LinearProblem& problem);
 
-// refuse_linear, and what cannot be counted.
-LinearRefusal refuse_delta(const LinearProblem& problem, const Settings& settings);
-
 // Whether log decays of channels are formed here from raw gates.
 inline bool forms_channels(const LinearProblem& problem) {
   return problem.traits.decay == DecayAxis::key &&

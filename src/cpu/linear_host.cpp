@@ -10,6 +10,7 @@ namespace {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kMostTasks = 0x1p40;          // so that sizes of workspaces can be computed
 constexpr std::int64_t kMaxLinearDim = 16384;  // keeps offsets within a tile in 32 bits
 
 double sigmoid(double x) {
@@ -44,6 +45,14 @@ LinearRefusal refuse_linear(const LinearProblem& problem, const Settings& settin
   const std::int64_t widest = std::max(problem.head_dim_k, problem.head_dim_v);
   if (widest > kMaxLinearDim) {
     return {"head dim " + std::to_string(widest) + ": at most " + std::to_string(kMaxLinearDim)};
+  }
+  const auto real = [](std::int64_t x) { return static_cast<double>(x); };
+  const double heads = real(std::max(problem.num_heads_k, problem.num_heads_v));
+  if (real(problem.num_seqs) * heads > kMostTasks) {
+    return {"more (sequence, head) pairs than can be counted"};
+  }
+  if (real(problem.slot) * real(problem.rows_per_token) > kMostTasks) {
+    return {"more rows than can be counted"};
   }
   const double scale = std::fabs(problem.scale);
   if (problem.dtype != DType::f64 && problem.head_dim_k > 0 && scale != 0.0 &&

@@ -23,6 +23,8 @@ namespace {
 constexpr std::int64_t kWindow = 32;
 constexpr std::int64_t kGroupWindow = 8;
 
+constexpr double kMostBytes = 0x1p60;  // of a workspace
+
 // Gradients of constants are summed over sequences: one row of these a (sequence, value head).
 struct ConstantSums {
   explicit ConstantSums(const LinearBackwardProblem& problem)
@@ -423,6 +425,15 @@ PlanResult plan_scalar_backward(const LinearBackwardProblem& problem, const Sett
       std::clamp<std::int64_t>(keys * window, 1, std::max(num_threads(), 1)));
   const std::int64_t batch = std::clamp<std::int64_t>(linear_ceil_div(2 * workers, window), 1,
                                                       std::max<std::int64_t>(keys, 1));
+  const std::size_t state = unit.state_bytes(linear_shape(problem));
+  const double windows = static_cast<double>(chunks_of(problem.slot)) / static_cast<double>(window);
+  const double states = 2.0 * static_cast<double>(window + 1) + windows + 1.0;
+  const double group = problem.num_heads_k == 0
+                           ? 0.0
+                           : static_cast<double>(problem.num_heads_v / problem.num_heads_k);
+  if (static_cast<double>(batch) * group * states * static_cast<double>(state) > kMostBytes) {
+    return Reject{"needs more workspace than there can be"};
+  }
   BackendPlan plan;
   plan.kernel = unit.backward_name;
   plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);
