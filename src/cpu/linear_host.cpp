@@ -123,18 +123,14 @@ double LinearGates::load(std::int64_t first, double stabiliser, ChunkGates& gate
     double write = 1.0;
     switch (problem_.traits.gate) {
       case GateForm::none:
+      case GateForm::raw:  // of the delta rules alone
+      case GateForm::bounded:
         break;
       case GateForm::log_decay:
         decay = gate;
         break;
       case GateForm::retention:
         decay = std::log1p(-std::exp2(-5.0 - static_cast<double>(head_)));
-        break;
-      case GateForm::raw:
-        decay = -std::exp(rate_) * softplus(gate + dt_bias_);
-        break;
-      case GateForm::bounded:
-        decay = problem_.lower_bound * sigmoid(std::exp(rate_) * (gate + dt_bias_));
         break;
       case GateForm::mamba2:
         write = time_step(gate);
@@ -177,21 +173,12 @@ LinearGates::Raw LinearGates::pull(std::int64_t t, double d_decay, double d_writ
   switch (problem_.traits.gate) {
     case GateForm::none:
     case GateForm::retention:
+    case GateForm::raw:
+    case GateForm::bounded:
       break;
     case GateForm::log_decay:
       raw.gate = d_decay;
       break;
-    case GateForm::raw:
-      raw.rate = -d_decay * std::exp(rate_) * softplus(gate + dt_bias_);
-      raw.gate = raw.dt_bias = -d_decay * std::exp(rate_) * softplus_slope(gate + dt_bias_);
-      break;
-    case GateForm::bounded: {
-      const double s = sigmoid(std::exp(rate_) * (gate + dt_bias_));
-      const double slope = d_decay * problem_.lower_bound * s * (1.0 - s) * std::exp(rate_);
-      raw.rate = slope * (gate + dt_bias_);
-      raw.gate = raw.dt_bias = slope;
-      break;
-    }
     case GateForm::mamba2:
       raw.rate = d_decay * time_step(gate);
       raw.gate = raw.dt_bias = (d_decay * rate_ + d_write) * time_step_slope(gate);

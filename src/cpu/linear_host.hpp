@@ -39,9 +39,8 @@ UnitState unit_state(const StateView& part, std::int64_t slot, std::int64_t head
 double load_stabiliser(const StateViews& parts, std::int64_t slot, std::int64_t head);
 void store_stabiliser(const StateViews& parts, std::int64_t slot, std::int64_t head, double value);
 
-// The gates of one value head of a sequence that have one number a row, chunk by chunk in order:
-// only mlstm's stabiliser links one chunk to the next. An engine that has beta as its own reads it
-// itself.
+// scalar_decay's gates of one value head of a sequence, chunk by chunk in order: only mlstm's
+// stabiliser links one chunk to the next.
 class LinearGates {
  public:
   LinearGates(const LinearProblem& problem, const TokenRange& tokens, std::int64_t head);
