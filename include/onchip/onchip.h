@@ -448,7 +448,8 @@ typedef struct onchip_linear_options {
 /* clang-format on */
 
 /* States are arrays of up to three parts, the rest NULL: the matrix; with a normaliser its vector
- * [N, Hv, dk]; of gsa a second matrix, [N, Hv, dk, M] and [N, Hv, M, dv]; with mlstm's exponential gate the stabiliser [N, Hv]. fp32, fp64 with fp64 inputs.
+ * [N, Hv, dk]; of gsa a second matrix, [N, Hv, dk, M] and [N, Hv, M, dv]; with mlstm's exponential
+ * gate the stabiliser [N, Hv]. fp32, fp64 with fp64 inputs.
  * N = batch, packed num_seqs. */
 enum { ONCHIP_LINEAR_STATE_PARTS = 3 };
 

@@ -63,8 +63,8 @@ class LinearRows {
   void finish(const double* read, double* y) const;
 
   // Of the loaded row. pull_read, where it reads: `read` as in finish, `dy` the gradient of y;
-  // fills `dread` and what the raw tensors get without passing through the engine. pull_row adds what
-  // passes through it. Both after clear.
+  // fills `dread` and what the raw tensors get without passing through the engine. pull_row adds
+  // what passes through it. Both after clear.
   void clear(RawGradients& raw) const;
   void pull_read(const double* read, const double* dy, double* dread, RawGradients& raw) const;
   void pull_row(const EngineRow& gradient, RawGradients& raw) const;

@@ -1,8 +1,8 @@
 // scalar_decay's forward and step: how the work is cut. A (sequence, value head) is one task, its
 // chunks in order. Where there are too few of those for the threads, windows of chunks are computed
-// side by side: each chunk's own sum, then the states before every chunk in order, then the outputs.
-// The bits are the same (linear_scalar_unit.cpp says why), so the choice may follow the number of
-// threads.
+// side by side: each chunk's own sum, then the states before every chunk in order, then the
+// outputs. The bits are the same (linear_scalar_unit.cpp says why), so the choice may follow the
+// number of threads.
 #include <algorithm>
 #include <cstring>
 

@@ -1,5 +1,5 @@
-// One chunk of the engine scalar_decay, S_t = alpha_t S_{t-1} + w_t k_t x_t^T: what the host hands to
-// the units. States in scratch memory are opaque here (linear_tiles.hpp has their form), of the
+// One chunk of the engine scalar_decay, S_t = alpha_t S_{t-1} + w_t k_t x_t^T: what the host hands
+// to the units. States in scratch memory are opaque here (linear_tiles.hpp has their form), of the
 // arithmetic's type: fp32, for fp64 inputs fp64.
 #pragma once
 

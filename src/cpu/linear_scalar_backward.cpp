@@ -1,6 +1,6 @@
-// scalar_decay's backward: how the work is cut. Heads are taken a few at a time (a batch), and their
-// chunks in windows, from the last one back. In a window the phases follow each other, and inside a
-// phase all chunks are independent, but for two sums that run along the chunks:
+// scalar_decay's backward: how the work is cut. Heads are taken a few at a time (a batch), and
+// their chunks in windows, from the last one back. In a window the phases follow each other, and
+// inside a phase all chunks are independent, but for two sums that run along the chunks:
 //   states before each chunk, from the one kept where the window begins;
 //   gradients of what each chunk's rows read, and what they add to the state's gradient;
 //   the gradient of the state after each chunk, backwards;
@@ -110,7 +110,7 @@ class Backward {
   }
 
  private:
-  // ---- where things are: key u of the batch, its value heads' pairs, chunk c of the window --------
+  // ---- where things are: key u of the batch, its value heads' pairs, chunk c of the window -----
 
   struct Key {
     std::int64_t n;
@@ -218,7 +218,7 @@ class Backward {
     return gradients;
   }
 
-  // ---- the phases ---------------------------------------------------------------------------------
+  // ---- the phases ------------------------------------------------------------
 
   void run_batch() const {
     std::int64_t windows = 0;

@@ -6,10 +6,10 @@
 //   dQ = diag(scale e^b) R S^T + E K,
 //   dK = diag(e^(b_L - b)) X dS'^T + E^T Q,
 //   dS = e^(b_L) dS' + Q^T diag(scale e^b) R.
-// The gradient of row t's log decay is the sum of what crosses it: pairs (i, j) with j < t <= i, the
-// state before into rows i >= t, rows j < t into the state after, and the state before into the one
-// after. Terms that do not cross it are left out, not subtracted: with strong decay the pairs (i, i)
-// are much larger than all others.
+// The gradient of row t's log decay is the sum of what crosses it: pairs (i, j) with j < t <= i,
+// the state before into rows i >= t, rows j < t into the state after, and the state before into the
+// one after. Terms that do not cross it are left out, not subtracted: with strong decay the pairs
+// (i, i) are much larger than all others.
 #include "cpu/linear_scalar_forward.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {

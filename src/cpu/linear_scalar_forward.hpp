@@ -60,7 +60,8 @@ class ForwardChunk {
     recurrent_ = chunk.recurrent || !keys || !values;
   }
 
-  // [rows][width], what the rows read of `before`; a walk token by token leaves its state in `after`.
+  // [rows][width], what the rows read of `before`; a walk token by token leaves its state in
+  // `after`.
   T* read(const T* before, T* after) {
     const bool queries =
         load_tile<kStored, T>(chunk_.q, s_.tile.dk, rows_, padded_, s_.q, s_.strides.key);

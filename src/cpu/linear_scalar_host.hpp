@@ -1,5 +1,5 @@
-// What the host sides of scalar_decay's forward, step and backward share: the unit, and a chunk of a
-// problem.
+// What the host sides of scalar_decay's forward, step and backward share: the unit, and a chunk of
+// a problem.
 #pragma once
 
 #include <cstddef>

@@ -1,10 +1,10 @@
-// scalar_decay forward, one chunk of L rows of one head (linear attention as chunks: Hua et al. 2022;
-// Sun et al. 2023; Yang et al. 2023). With b_i the sum of log decays up to row i:
+// scalar_decay forward, one chunk of L rows of one head (linear attention as chunks: Hua et al.
+// 2022; Sun et al. 2023; Yang et al. 2023). With b_i the sum of log decays up to row i:
 //   O = diag(scale e^b) Q S + P X,  P_ij = scale (q_i . k_j) e^(b_i - b_j) for j <= i,
 //   S' = e^(b_L) S + K^T diag(e^(b_L - b)) X.
-// Compiled once per instruction set. Only sums that every way of cutting the work shares are made: the
-// state after a chunk is e^(b_L) S + (the chunk's own sum), so that chunks may be computed in order or
-// side by side with the same bits.
+// Compiled once per instruction set. Only sums that every way of cutting the work shares are made:
+// the state after a chunk is e^(b_L) S + (the chunk's own sum), so that chunks may be computed in
+// order or side by side with the same bits.
 #include "cpu/linear_scalar_forward.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {

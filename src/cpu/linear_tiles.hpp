@@ -1,5 +1,5 @@
-// Between tensors and the tiles of linear attention in scratch memory: rows, transposed rows, states
-// in either layout, exponentials of log weights.
+// Between tensors and the tiles of linear attention in scratch memory: rows, transposed rows,
+// states in either layout, exponentials of log weights.
 #pragma once
 
 #include "cpu/linear_products.hpp"

@@ -1,6 +1,6 @@
 // What the host side of CPU linear attention hands to the code compiled once per instruction set:
-// plain data only, as in attention_unit.hpp. Every engine works on chunks of kChunkRows tokens of one
-// (sequence, value head).
+// plain data only, as in attention_unit.hpp. Every engine works on chunks of kChunkRows tokens of
+// one (sequence, value head).
 #pragma once
 
 #include <cstddef>
@@ -30,8 +30,9 @@ struct UnitState {
 };
 
 // What a chunk's rows have besides channels, in double precision. `cumulative` counts a reset as 0:
-// differences are only used inside a segment, and with doubles none needs an anchor. Where the state
-// before the chunk does not reach row i, or row j does not reach the end, the segments say so.
+// differences are only used inside a segment, and with doubles none needs an anchor. Where the
+// state before the chunk does not reach row i, or row j does not reach the end, the segments say
+// so.
 struct ChunkGates {
   std::int64_t rows = 0;
   double decay[kChunkRows];       // log of the decay in front of row i; below -104 a reset

@@ -1,6 +1,6 @@
-// The contracts of short causal convolution and of the norms (docs/semantics.md sections 1 and 3): C
-// argument structs in, normalised problems out, or an Error that names operator, argument, got and
-// wanted.
+// The contracts of short causal convolution and of the norms (docs/semantics.md sections 1 and 3):
+// C argument structs in, normalised problems out, or an Error that names operator, argument, got
+// and wanted.
 #pragma once
 
 #include <onchip/onchip.h>

@@ -1,7 +1,7 @@
 // y_t = f(bias + sum_j weight[j] x_(t - W + 1 + j)), a channel at a time; with p the sum and
-// dp = f'(p) dy: dx_s = sum_j weight[j] dp_(s + W - 1 - j), dweight[j] = sum_t dp_t x_(t - W + 1 + j),
-// dbias = sum_t dp_t. Inputs before the first are the initial state's, and those of the final state
-// hand their gradient back.
+// dp = f'(p) dy: dx_s = sum_j weight[j] dp_(s + W - 1 - j), dweight[j] = sum_t dp_t x_(t - W + 1 +
+// j), dbias = sum_t dp_t. Inputs before the first are the initial state's, and those of the final
+// state hand their gradient back.
 #include "reference/conv.hpp"
 
 #include <algorithm>

@@ -8,8 +8,8 @@
 
 namespace onchip::reference {
 
-// An engine's state in doubles: row-major [dk, value_width], whose last column is the normaliser; of
-// slots [dk, M], then [M, dv].
+// An engine's state in doubles: row-major [dk, value_width], whose last column is the normaliser;
+// of slots [dk, M], then [M, dv].
 std::int64_t state_doubles(const LinearProblem& problem);
 
 // What an engine may use besides.
