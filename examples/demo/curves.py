@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 # Told apart by lightness and marker too, not by hue alone.
 STYLES: dict[str, dict[str, Any]] = {
@@ -38,15 +38,16 @@ def draw(made: dict[str, Any], path: Path) -> None:
             made["unigram_entropy"], color="black", linestyle=":", label="frequencies alone"
         )
         panel.set_xlabel(title)
+        panel.xaxis.set_major_locator(MaxNLocator(5))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         panel.grid(which="major", color="#dddddd")
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("held-out loss, nats a character")
     axes[0].legend(frameon=False)
     machine = made["machine"]
+    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
     figure.suptitle(
-        f"Two language models of Python's language reference, on {machine['cores']} cores of "
-        f"{machine['cpu']}"
+        f"Two language models of Python's language reference, on {cores} of {machine['cpu']}"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

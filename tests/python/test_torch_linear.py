@@ -146,7 +146,7 @@ def test_lengths_may_be_lists():
 @every_operator
 def test_autocast_casts_operands_alone(variant):
     tensors = draw(variant, torch.float32)
-    kinds = OPERATORS[variant.op].operands
+    kinds = OPERATORS[variant.op].signature.operands
     cast = {name: x.bfloat16() if name in kinds else x for name, x in tensors.items()}
     wanted = split_call(variant, cast)
     step = linear_cases.token(variant, tensors, 0)
@@ -227,7 +227,7 @@ def operator_arguments(variant, tensors, state=None, **options):
     """Of forward, by its schema."""
     op = OPERATORS[variant.op]
     given = dict.fromkeys(op.tensors) | dict(tensors)
-    given |= zip(op.differentiable[len(op.row.tensors) :], parts_of(state), strict=False)
+    given |= zip(op.signature.differentiable[len(op.row.tensors) :], parts_of(state), strict=False)
     given |= defaults_of(getattr(onchip.ops, f"{variant.op}_backward"), op.options)
     given |= dict(variant.options) | dict(output_final_state=True) | options
     return tuple(given.get(name) for name in (*op.tensors, *op.options, "output_final_state"))
@@ -247,10 +247,10 @@ def test_opcheck(variant):
     torch.library.opcheck(op.forward_op, tuple(leaf))
     one, pool = linear_cases.token(variant, draw(variant), 0), draw_state(variant)
     given = {"state_indices": None} | one | dict(variant.options)
-    given |= zip(op.step_tensors[len(op.row.tensors) : -1], parts_of(pool), strict=False)
+    given |= zip(op.signature.step_tensors[len(op.row.tensors) : -1], parts_of(pool), strict=False)
     step = getattr(onchip.ops, f"{variant.op}_step")
-    given = defaults_of(step, op.step_options) | given
-    names = (*op.step_tensors, *op.step_options)
+    given = defaults_of(step, op.signature.step_options) | given
+    names = (*op.signature.step_tensors, *op.signature.step_options)
     torch.library.opcheck(op.step_op, tuple(given.get(name) for name in names))
 
 

@@ -353,8 +353,8 @@ def test_checkpointed(variant, reentrant):
 def test_selective_checkpointing_keeps_its_results(monkeypatch):
     variant = FIRST["simple_gla"]
     op, runs = OPERATORS["simple_gla"], []
-    prepared = op._prepared_forward
-    monkeypatch.setattr(op, "_prepared_forward", lambda x: (runs.append(1), prepared(x))[1])
+    prepared = op.prepared_forward
+    monkeypatch.setattr(op, "prepared_forward", lambda x: (runs.append(1), prepared(x))[1])
 
     def policy(context, operator, *_, **__):
         kept = operator is op.forward_op.default

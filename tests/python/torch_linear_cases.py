@@ -80,8 +80,29 @@ def _rates(given, options):
     return gate, beta.sigmoid() * (2 if options.get("allow_neg_eigval") else 1)
 
 
+def _plain_gsa(given, initial_state, layout):
+    q, k, v, s = (given[name] for name in "qkvs")
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    lead = (q.shape[0], v.shape[2])
+    if initial_state is None:
+        keys = q.new_zeros(*lead, q.shape[-1], s.shape[-1])
+        values = q.new_zeros(*lead, s.shape[-1], v.shape[-1])
+    else:
+        keys, values = (x.mT if layout == "vk" else x for x in initial_state)
+    rows = []
+    for t in range(q.shape[1]):
+        alpha = given["log_decay"][:, t].exp()
+        keys = keys * alpha[..., None, :] + k[:, t, :, :, None] * s[:, t, :, None, :]
+        values = values * alpha[..., None] + s[:, t, :, :, None] * v[:, t, :, None, :]
+        logits = q.shape[-1] ** -0.5 * (q[:, t, :, None, :] @ keys)
+        rows.append((logits.softmax(-1) @ values).squeeze(-2))
+    return torch.stack(rows, 1), tuple(x.mT if layout == "vk" else x for x in (keys, values))
+
+
 def plain(variant, tensors, initial_state=None, *, layout=None):
     """(o, parts of the final state), batch by batch of tokens, states [N, Hv, dk, dv]."""
+    if variant.op == "gsa":
+        return _plain_gsa(tensors, initial_state, variant.layout({}) if layout is None else layout)
     op, options = variant.op, dict(variant.options)
     layout = variant.layout({}) if layout is None else layout
     given = dict(tensors)

@@ -11,7 +11,8 @@ from onchip import ops
 from onchip._linear import calls
 from onchip.errors import InvalidArgument
 from onchip.torch._arguments import autocast, integers
-from onchip.torch._linear_operators import LENGTHS, LinearOperator
+from onchip.torch._linear_operators import HelperOperator, LinearOperator
+from onchip.torch._registered import LENGTHS, RegisteredOperator
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,17 +60,22 @@ def _state(op: str, name: str, value: Any, parts: int) -> tuple[Tensor | None, .
     return given + (None,) * (parts - len(given))
 
 
-def _cast(op: LinearOperator, given: dict[str, Any]) -> dict[str, Any]:
-    cast = autocast(*(given[name] for name in op.operands))
-    return given | dict(zip(op.operands, cast, strict=True))
+def _cast(op: RegisteredOperator, given: dict[str, Any]) -> dict[str, Any]:
+    operands = op.signature.operands
+    if not operands:
+        return given
+    cast = autocast(*(given[name] for name in operands))
+    return given | dict(zip(operands, cast, strict=True))
+
+
+def _lengths(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    lengths = {x: integers(name, x, given[x]) for x in LENGTHS if given.get(x) is not None}
+    return given | lengths
 
 
 def _forward(op: LinearOperator, given: dict[str, Any]) -> tuple[Tensor, Any]:
     name = f"{op.name}_forward"
-    given = _cast(op, given)
-    for lengths in LENGTHS:
-        if given[lengths] is not None:
-            given[lengths] = integers(name, lengths, given[lengths])
+    given = _lengths(name, _cast(op, given))
     tensors = (
         *(given[tensor] for tensor in op.row.tensors),
         *_state(name, "initial_state", given["initial_state"], op.parts),
@@ -83,16 +89,28 @@ def _forward(op: LinearOperator, given: dict[str, Any]) -> tuple[Tensor, Any]:
     return o, state[0] if parts == 1 else tuple(state[:parts])
 
 
-def _step(op: LinearOperator, given: dict[str, Any]) -> Tensor:
-    name = f"{op.name}_step"
+def _step(op: RegisteredOperator, given: dict[str, Any]) -> Tensor:
+    own, name = op.signature, f"{op.name}_step"
     given = _cast(op, given)
-    indices = given["state_indices"]
-    tensors = (
-        *(given[tensor] for tensor in op.row.tensors),
-        *_state(name, "state", given["state"], op.parts),
-        None if indices is None else integers(name, "state_indices", indices, torch.int32),
-    )
-    return op.run_step(tensors, [given[option] for option in op.step_options])
+    parts = _state(name, "state", given["state"], len(own.states))
+    given |= dict(zip(own.states, parts, strict=True))
+    if given["state_indices"] is not None:
+        given["state_indices"] = integers(
+            name, "state_indices", given["state_indices"], torch.int32
+        )
+    tensors = [given[tensor] for tensor in own.step_tensors]
+    return op.run_step(tensors, [given[option] for option in own.step_options])
+
+
+def _help(op: HelperOperator, given: dict[str, Any]) -> Any:
+    """What onchip.ops' function returns: y, or with a state (y, state or None)."""
+    given = _lengths(f"{op.name}_forward", given)
+    own = op.signature
+    tensors = [given[tensor] for tensor in op.tensors]
+    y, *final = op.run(tensors, [given[x] for x in (*own.options, *own.forward_options)])
+    if not own.states:
+        return y
+    return y, final[0] if given["output_final_state"] else None
 
 
 OPERATORS = {
@@ -108,6 +126,17 @@ dtype, float64 excepted; gates, constants and states keep theirs."""
 _IN_PLACE = """For inference: a tensor that requires grad is refused unless under torch.no_grad().
 Under torch.compile torch.ops.onchip.{name}_step stands in the graph and says that it writes the
 state. Autocast: as {name}'s."""
+_HELPED = """Differentiable once in every tensor, through every result; kept for backward are the
+inputs alone. Autocast changes nothing: y has x's dtype."""
+
+
+HELPERS = {
+    "causal_conv1d": HelperOperator("causal_conv1d", ("x", "weight", "bias"), is_recurrence=True),
+    "l2norm": HelperOperator("l2norm", ("x",), is_recurrence=False),
+    "rms_norm_gated": HelperOperator(
+        "rms_norm_gated", ("x", "gate", "weight"), is_recurrence=False
+    ),
+}
 
 
 def _dress(function: Callable[..., Any], name: str, model: Callable[..., Any], more: str) -> None:
@@ -125,16 +154,29 @@ def _differentiable(model: Callable[P, R]) -> Callable[P, R]:
     def function(*args: Any, **kwargs: Any) -> Any:
         return _forward(op, parameters.bind(args, kwargs))
 
-    *most, last = op.operands
+    *most, last = op.signature.operands
     operands = f"{', '.join(most)} and {last}"
     _dress(function, name, model, _DIFFERENTIABLE.format(operands=operands))
+    return function
+
+
+def _helper(model: Callable[P, R]) -> Callable[P, R]:
+    """onchip.ops' X_forward, of what stands beside the recurrences, as X."""
+    name = model.__name__.removesuffix("_forward")
+    op, parameters = HELPERS[name], _Parameters.of(model)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _help(op, parameters.bind(args, kwargs))
+
+    _dress(function, name, model, _HELPED)
     return function
 
 
 def _in_place(model: Callable[P, R]) -> Callable[P, R]:
     """onchip.ops' X_step."""
     name = model.__name__.removesuffix("_step")
-    op, parameters = OPERATORS[name], _Parameters.of(model)
+    op: RegisteredOperator = OPERATORS[name] if name in OPERATORS else HELPERS[name]
+    parameters = _Parameters.of(model)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return _step(op, parameters.bind(args, kwargs))
@@ -176,6 +218,12 @@ rwkv7 = _differentiable(ops.rwkv7_forward)
 rwkv7_step = _in_place(ops.rwkv7_step)
 iplr = _differentiable(ops.iplr_forward)
 iplr_step = _in_place(ops.iplr_step)
+gsa = _differentiable(ops.gsa_forward)
+gsa_step = _in_place(ops.gsa_step)
+causal_conv1d = _helper(ops.causal_conv1d_forward)
+causal_conv1d_step = _in_place(ops.causal_conv1d_step)
+l2norm = _helper(ops.l2norm_forward)
+rms_norm_gated = _helper(ops.rms_norm_gated_forward)
 
 
 def mlstm(
