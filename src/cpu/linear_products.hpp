@@ -142,6 +142,7 @@ void for_each_tile(std::int64_t rows, std::int64_t columns, F&& f) {
 template <typename T>
 Product<T> at_tile(const Product<T>& product, std::int64_t m, std::int64_t n, std::int64_t begin,
                    std::int64_t end) {
+  if (begin >= end) return {};
   return {product.a + begin * product.a_stride + m,
           product.a_stride,
           product.b + begin * product.b_stride + n,

@@ -299,7 +299,7 @@ class BackwardChunk {
     }
     double pairs = 0.0;
     double carried = 0.0;
-    for (std::int64_t t = rows_ - 1; t >= 0; --t) {
+    for (std::int64_t t = rows_; t-- > 0;) {
       pairs += row_sums_[t] - static_cast<double>(column_sums_[t]);
       carried += carried_[t];
       d_decay[t] = pairs + carried;

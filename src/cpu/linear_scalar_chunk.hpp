@@ -33,11 +33,15 @@ ONCHIP_INLINE void powers(const double (&cumulative)[kChunkRows], std::int64_t r
   }
 }
 
+// No chunk is empty.
+std::int64_t last_row(const ChunkGates& gates) { return gates.rows > 1 ? gates.rows - 1 : 0; }
+
 // The weight of the state before a chunk in the state after it.
 template <typename T>
 T whole_decay(const ChunkGates& gates) {
-  if (gates.segment[gates.rows - 1] >= 0) return T{0};
-  T x[kLanes<T>] = {static_cast<T>(gates.cumulative[gates.rows - 1])};
+  const std::int64_t last = last_row(gates);
+  if (gates.segment[last] >= 0) return T{0};
+  T x[kLanes<T>] = {static_cast<T>(gates.cumulative[last])};
   Simd<T>::store(x, power<T>(Simd<T>::load(x)));
   return x[0];
 }
@@ -61,9 +65,10 @@ void join_states(const StateTile<T>& tile, std::int64_t begin, std::int64_t end,
 template <typename T>
 void fill_weights(const ChunkGates& gates, double scale, ChunkWeights<T>& weights) {
   const std::int64_t rows = gates.rows;
-  const std::int32_t last_segment = gates.segment[rows - 1];
+  const std::int64_t last = last_row(gates);
+  const std::int32_t last_segment = gates.segment[last];
   weights.whole = whole_decay<T>(gates);
-  const double total = gates.cumulative[rows - 1];
+  const double total = gates.cumulative[last];
   powers<T>(gates.cumulative, rows, 0.0, 1.0, weights.carry);
   powers<T>(gates.cumulative, rows, total, -1.0, weights.keep);
   for (std::int64_t i = 0; i < kChunkRows; ++i) {
