@@ -428,10 +428,11 @@ PlanResult plan_scalar_backward(const LinearBackwardProblem& problem, const Sett
   const std::size_t state = unit.state_bytes(linear_shape(problem));
   const double windows = static_cast<double>(chunks_of(problem.slot)) / static_cast<double>(window);
   const double states = 2.0 * static_cast<double>(window + 1) + windows + 1.0;
-  const double group = problem.num_heads_k == 0
-                           ? 0.0
-                           : static_cast<double>(problem.num_heads_v / problem.num_heads_k);
-  if (static_cast<double>(batch) * group * states * static_cast<double>(state) > kMostBytes) {
+  const std::int64_t group =
+      problem.num_heads_k == 0 ? 0 : problem.num_heads_v / problem.num_heads_k;
+  if (static_cast<double>(batch) * static_cast<double>(group) * states *
+          static_cast<double>(state) >
+      kMostBytes) {
     return Reject{"needs more workspace than there can be"};
   }
   BackendPlan plan;
