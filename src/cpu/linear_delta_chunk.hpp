@@ -218,8 +218,10 @@ class DeltaAlgebra {
   void fill_factors() {
     const T scale = static_cast<T>(shape_.scale);
     T decay[kDeltaRows];
+    whole_ = T{1};
     for (std::int64_t i = 0; i < rows_; ++i) {
       decay[i] = gates_.reset ? T{0} : power_of<T>(gates_.first + gates_.cumulative[i]);
+      whole_ = decay[i];
     }
     for (std::int64_t i = 0; i < padded_; ++i) {
       t_.q_factor[i] = t_.e_factor[i] = t_.k_factor[i] = T{0};
@@ -230,7 +232,6 @@ class DeltaAlgebra {
       t_.e_factor[i] = -erased;
       t_.k_factor[i] = power_of<T>(gates_.cumulative[rows_ - 1] - gates_.cumulative[i]);
     }
-    whole_ = decay[rows_ - 1];
   }
 
   // Columns of a transposed tile [dk][2 rows].

@@ -248,7 +248,7 @@ CuModule KernelCache::load_module(const Driver& driver, const KernelSpec& spec,
 CuFunction KernelCache::load(const Driver& driver, const KernelSpec& spec,
                              Architecture architecture) {
   const RelaxedCaptureScope relaxed(driver);
-  const CuModule module = load_module(driver, spec, architecture);
+  auto* const module = load_module(driver, spec, architecture);
   try {
     CuFunction function = nullptr;
     check_driver(driver, driver.cuModuleGetFunction(&function, module, spec.kernel->entry),
