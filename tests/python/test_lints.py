@@ -38,7 +38,11 @@ GOOD_INCLUDES = {
     "src/gpu/kernels/sm90/forward_plan.hpp": "",
     "src/gpu/kernels/sm90/forward.cuh": (
         '#include "gpu/kernels/sm90/forward_plan.hpp"\n#include "gpu/tile/mma.cuh"\n'
+        '#include "gpu/kernels/sm90/forward_load.cuh"\n'
     ),
+    "src/gpu/kernels/sm90/forward_load.cuh": '#include "gpu/kernels/sm90/forward_plan.hpp"\n',
+    "src/gpu/kernels/sm90/forward_paged_plan.hpp": "",
+    "src/gpu/kernels/sm90/forward_paged.cuh": "",
     "src/gpu/kernels/sm90/forward.cpp": (
         '#include "gpu/kernels/sm90/forward_plan.hpp"\n#include "gpu/runtime/driver.hpp"\n'
     ),
@@ -74,6 +78,11 @@ def test_includes_that_point_the_right_way(lint, write, tmp_path):
         ("src/gpu/kernels/sm90/a.cuh", '"gpu/kernels/sm90/forward_plan.hpp"'),
         ("src/gpu/kernels/sm90/a.cuh", '"core/status.hpp"'),
         ("src/gpu/kernels/sm90/a.cuh", "<cstdint>"),
+        ("src/gpu/kernels/sm90/a.cuh", '"gpu/kernels/sm90/forward_load.cuh"'),
+        ("src/gpu/kernels/sm90/forward_b.cuh", '"gpu/kernels/sm90/forward.cuh"'),
+        ("src/gpu/kernels/sm90/forward_b.cuh", '"gpu/kernels/sm90/forward_paged.cuh"'),
+        ("src/gpu/kernels/sm90/forward_paged_b.cuh", '"gpu/kernels/sm90/forward_plan.hpp"'),
+        ("src/gpu/kernels/sm80/forward_b.cuh", '"gpu/kernels/sm90/forward_plan.hpp"'),
         ("src/gpu/tile/a.cuh", '"gpu/kernels/sm90/forward_plan.hpp"'),
         ("src/other/a.cpp", '"core/status.hpp"'),
         ("python/a.cpp", '"core/status.hpp"'),

@@ -40,15 +40,26 @@ def _check_public(name: str, included: str) -> str | None:
     return None
 
 
-def _check_device(path: Path, quoted: bool, included: str) -> str | None:
+def _kernel(path: Path) -> str | None:
+    """The kernel X that X.cuh, or X_part.cuh, is text of: the longest name that has a plan."""
+    words = path.stem.split("_")
+    names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
+    return next((x for x in names if (path.parent / f"{x}_plan.hpp").is_file()), None)
+
+
+def _check_device(root: Path, path: Path, quoted: bool, included: str) -> str | None:
     """A kernel's device text, or a tile primitive."""
     if not quoted:
         return "device text includes no system header"
     if included.startswith("gpu/tile/"):
         return None
-    if path.parent.name != "tile" and Path(included).name == f"{path.stem}_plan.hpp":
-        return None
-    return "device text may include gpu/tile/ and its own _plan.hpp only"
+    kernel, target = _kernel(path), root / "src" / included
+    if kernel is not None and target.parent == path.parent:
+        if target.name == f"{kernel}_plan.hpp":
+            return None
+        if target.suffix == ".cuh" and target.stem != kernel and _kernel(target) == kernel:
+            return None
+    return "device text may include gpu/tile/, its own _plan.hpp and its kernel's parts only"
 
 
 def _check_source(root: Path, path: Path, quoted: bool, included: str) -> str | None:
@@ -57,7 +68,7 @@ def _check_source(root: Path, path: Path, quoted: bool, included: str) -> str | 
     if layer is None:
         return f"{name} lies outside the layers {', '.join(_MAY_INCLUDE)}"
     if path.suffix == ".cuh":
-        return _check_device(path, quoted, included)
+        return _check_device(root, path, quoted, included)
     if not quoted:
         if included.startswith("onchip/") and included != "onchip/onchip.h":
             return "inside the library only <onchip/onchip.h> may be included"
