@@ -162,15 +162,6 @@ void run_recurrence(const ScalarChunk& chunk, const StateTile<T>& tile, const T*
   }
 }
 
-template <typename T>
-ONCHIP_INLINE Vec<T> sigmoid(Vec<T> x) {
-  using S = Simd<T>;
-  const Vec<T> one = S::broadcast(T{1});
-  const auto negative = S::less(x, Vec<T>{});
-  const Vec<T> e = exp2<T>(S::select(negative, x, -x) * S::broadcast(kLog2E<T>));
-  return S::select(negative, e, one) / (one + e);
-}
-
 // The numbers of D that stand beside channels d .. of a row.
 template <typename T>
 ONCHIP_INLINE Vec<T> skip_vector(const ScalarChunk& chunk, std::int64_t d, int width) {

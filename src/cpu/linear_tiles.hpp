@@ -2,6 +2,7 @@
 // states in either layout, exponentials of log weights.
 #pragma once
 
+#include "cpu/any_dtype.hpp"
 #include "cpu/linear_products.hpp"
 #include "cpu/linear_unit.hpp"
 #include "cpu/simd.hpp"
@@ -150,45 +151,6 @@ ONCHIP_INLINE void store_state_number(std::byte* to, T value) {
   } else {
     store_from_double(to, kStored, static_cast<double>(value));
   }
-}
-
-// f(Index-like dtype constant) for the dtype of a state.
-template <DType kValue>
-struct Stored {
-  static constexpr DType kDType = kValue;
-};
-
-template <typename F>
-ONCHIP_INLINE void with_stored(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f64:
-      f(Stored<DType::f64>{});
-      return;
-    case DType::f32:
-      f(Stored<DType::f32>{});
-      return;
-    case DType::bf16:
-      f(Stored<DType::bf16>{});
-      return;
-    default:
-      f(Stored<DType::f16>{});
-      return;
-  }
-}
-
-// `count` numbers of a dtype that is known at run time only.
-template <typename T>
-Vec<T> load_any(const std::byte* from, DType dtype, int count) {
-  Vec<T> x{};
-  with_stored(dtype,
-              [&](auto stored) { x = load_numbers<decltype(stored)::kDType, T>(from, count); });
-  return x;
-}
-
-template <typename T>
-void store_any(std::byte* to, DType dtype, Vec<T> x, int count) {
-  with_stored(dtype,
-              [&](auto stored) { store_numbers<decltype(stored)::kDType, T>(to, x, count); });
 }
 
 // Absent parts are 0. Whether any number of it is not 0.

@@ -323,6 +323,31 @@ ONCHIP_INLINE Vec<T> tanh(Vec<T> x) {
   return S::select(is_near, near_zero, S::select(negative, -far, far));
 }
 
+// ---- sigmoid ------------------------------------------------------------------------------------
+
+// s = 1 / (1 + e^-x) and 1 - s, each to full relative precision: slopes are products of both.
+template <typename T>
+struct Sigmoid {
+  Vec<T> value;
+  Vec<T> rest;
+};
+
+template <typename T>
+ONCHIP_INLINE Sigmoid<T> sigmoid_and_rest(Vec<T> x) {
+  using S = Simd<T>;
+  const Vec<T> one = S::broadcast(T{1});
+  const auto negative = S::less(x, Vec<T>{});
+  const Vec<T> e = exp2<T>(S::select(negative, x, -x) * S::broadcast(kLog2E<T>));
+  const Vec<T> large = one / (one + e);
+  const Vec<T> small = e * large;
+  return {S::select(negative, small, large), S::select(negative, large, small)};
+}
+
+template <typename T>
+ONCHIP_INLINE Vec<T> sigmoid(Vec<T> x) {
+  return sigmoid_and_rest<T>(x).value;
+}
+
 // ---- 16-bit floats ------------------------------------------------------------------------------
 
 constexpr int kFloatLanes = kLanes<float>;

@@ -1,6 +1,8 @@
 // Short causal convolution and the norms: forward, backward, step (docs/semantics.md section 3).
 #include <array>
 
+#include "cpu/conv.hpp"
+#include "cpu/norm.hpp"
 #include "ops/operators.hpp"
 #include "reference/conv.hpp"
 
@@ -8,19 +10,24 @@ namespace onchip::ops {
 
 namespace {
 
-constexpr std::array<Backend<ConvForwardProblem>, 1> kConvForward = {{
+constexpr std::array<Backend<ConvForwardProblem>, 2> kConvForward = {{
+    {"cpu", cpu::plan_conv_forward, cpu::run_conv_forward},
     {"reference", reference::plan_conv_forward, reference::run_conv_forward},
 }};
-constexpr std::array<Backend<ConvBackwardProblem>, 1> kConvBackward = {{
+constexpr std::array<Backend<ConvBackwardProblem>, 2> kConvBackward = {{
+    {"cpu", cpu::plan_conv_backward, cpu::run_conv_backward},
     {"reference", reference::plan_conv_backward, reference::run_conv_backward},
 }};
-constexpr std::array<Backend<ConvStepProblem>, 1> kConvStep = {{
+constexpr std::array<Backend<ConvStepProblem>, 2> kConvStep = {{
+    {"cpu", cpu::plan_conv_step, cpu::run_conv_step},
     {"reference", reference::plan_conv_step, reference::run_conv_step},
 }};
-constexpr std::array<Backend<NormForwardProblem>, 1> kNormForward = {{
+constexpr std::array<Backend<NormForwardProblem>, 2> kNormForward = {{
+    {"cpu", cpu::plan_norm_forward, cpu::run_norm_forward},
     {"reference", reference::plan_norm_forward, reference::run_norm_forward},
 }};
-constexpr std::array<Backend<NormBackwardProblem>, 1> kNormBackward = {{
+constexpr std::array<Backend<NormBackwardProblem>, 2> kNormBackward = {{
+    {"cpu", cpu::plan_norm_backward, cpu::run_norm_backward},
     {"reference", reference::plan_norm_backward, reference::run_norm_backward},
 }};
 

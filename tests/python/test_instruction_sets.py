@@ -15,6 +15,8 @@ FILES = [
     "test_alignment.py",
     "test_dropout.py",
     "test_heads.py",
+    "test_helpers.py",
+    "test_helpers_cpu.py",
     "test_hot_inputs.py",
     "test_linear.py",
     "test_linear_cpu.py",
