@@ -1,5 +1,5 @@
-// How the norms' rows are cut: into blocks that follow from shapes alone, so that dweight, one sum a
-// block, has the same bits with any number of threads. A unit gets rows at equal distances: the
+// How the norms' rows are cut: into blocks that follow from shapes alone, so that dweight, one sum
+// a block, has the same bits with any number of threads. A unit gets rows at equal distances: the
 // outer axes of all tensors together are merged into as few as their strides allow.
 #include "cpu/norm.hpp"
 

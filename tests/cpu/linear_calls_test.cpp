@@ -1,6 +1,6 @@
 // Linear attention, convolution and norms on each instruction set: calls drawn at random, their
 // tensors and workspace between forbidden pages, on one thread and on several. What the sanitizers
-// watch; results are held against the reference's. tests/python judges them by the contract's bounds.
+// watch; results are held against the reference's. tests/python judges by the contract's bounds.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -47,8 +47,8 @@ std::size_t coarseness(DType dtype) {
                                   kDTypes.begin());
 }
 
-// "" or which output is far from the reference's. Sums that cancel (constants of gates, dt_bias) are
-// measured against the largest output, of which they are made.
+// "" or which output is far from the reference's. Sums that cancel (constants of gates, dt_bias)
+// are measured against the largest output, of which they are made.
 std::string compare(DrawnCall& call, DType dtype, const std::vector<std::vector<double>>& wanted) {
   double largest = 0.0;
   for (const std::vector<double>& want : wanted) largest = std::max(largest, rms(want));
