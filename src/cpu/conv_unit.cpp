@@ -3,8 +3,8 @@
 // with dp = f'(p) dy: dx_s = sum_j w_j dp_(s + W - 1 - j), dw_j = sum_t dp_t x_(t - W + 1 + j).
 // Compiled once per instruction set. Rows are staged in scratch tiles [row][kConvChannels] in the
 // arithmetic's type, the W - 1 inputs before a tile among them, so that neither the state, the
-// sequence's ends nor the stored type shows in the loops. Every p_t is one sum in one order: forward,
-// backward and step, however the tokens are cut, agree in every bit.
+// sequence's ends nor the stored type shows in the loops. Every p_t is one sum in one order:
+// forward, backward and step, however the tokens are cut, agree in every bit.
 #include "cpu/conv_unit.hpp"
 
 #include "cpu/any_dtype.hpp"
@@ -267,7 +267,7 @@ class Convolution {
     }
   }
 
-  // Slot s is the input at s - W, which token t weighs with j = s - 1 - t; the first slot none does.
+  // Slot s is the input at s - W, which token t weighs with j = s - 1 - t; slot 0 no token weighs.
   void state_gradient(const ConvSequence& sequence, const ConvGradients& gradients,
                       const UnitTaps& to) const {
     using S = Simd<T>;
