@@ -1,7 +1,7 @@
 // How the work of short causal convolution is cut: blocks of channels, and strips of the row axis
 // (of all batch rows together). A strip meets the sequences that have tokens in it; the inputs
-// before its first token are read again. Strips follow from shapes alone, so that the sums over tokens,
-// one partial sum a strip, have the same bits with any number of threads.
+// before its first token are read again. Strips follow from shapes alone, so that the sums over
+// tokens, one partial sum a strip, have the same bits with any number of threads.
 #include "cpu/conv.hpp"
 
 #include <algorithm>
