@@ -221,15 +221,15 @@ def linear_case(
     options, parts, positive = _own_options(op, choose)
 
     if choose.chance(40):
-        slots = rng.integers(0, longest + 1, num_seqs)
-        rows = (int(slots.sum()) + integer(0, 3),)
-        starts = np.concatenate([[0], np.cumsum(slots)])
+        lengths = rng.integers(0, longest + 1, num_seqs)
+        rows = (int(lengths.sum()) + integer(0, 3),)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
         options["cu_seqlens"] = starts.astype(choose.pick([np.int32, np.int64]))
     else:
         length = integer(1, longest)
-        rows, slots = (num_seqs, length), np.full(num_seqs, length)
+        rows, lengths = (num_seqs, length), np.full(num_seqs, length)
     if choose.chance(25):
-        options["seqlens"] = rng.integers(0, slots + 1).astype(np.int32)
+        options["seqlens"] = rng.integers(0, lengths + 1).astype(np.int32)
     if choose.chance(25):
         options["scale"] = choose.pick([1.0, 0.1])
     if choose.chance(40):
