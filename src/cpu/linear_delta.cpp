@@ -1,11 +1,12 @@
-// delta_rule's forward and step: how the work is cut. A task is some columns of one (sequence,
-// value head), its chunks in order; columns do not meet, so a head is cut where there are more
-// threads than heads, with the same bits.
+// delta_rule's forward and step: how the work is cut. A task is a (sequence, value head), its
+// chunks in order. Where that leaves threads idle, windows of chunks are computed side by side
+// (linear_delta_windows.hpp), or, for a few rows, columns of a head: the bits are the same.
 #include <algorithm>
 #include <cstring>
 
 #include "core/thread_pool.hpp"
 #include "cpu/linear_delta_host.hpp"
+#include "cpu/linear_delta_windows.hpp"
 #include "cpu/linear_engines.hpp"
 
 namespace onchip::cpu {
@@ -21,10 +22,15 @@ enum Word : std::size_t {
   kWorkers,
   kScratchBytes,  // of a worker
   kSlices,        // of a head's columns
+  kWindow,        // chunks side by side; 0: in order
 };
 
+std::int64_t heads_of(const LinearProblem& problem) {
+  return problem.num_seqs * problem.num_heads_v;
+}
+
 template <typename Problem>
-PlanResult plan_delta(const Problem& problem, const Settings& settings, std::int64_t slices,
+PlanResult plan_delta(const Problem& problem, const Settings& settings, const DeltaCut& cut,
                       const char* DeltaUnit::* name) {
   const LinearRefusal refusal = refuse_linear(problem, settings);
   if (!refusal.reason.empty()) return Reject{refusal.reason, refusal.by_setting};
@@ -32,7 +38,7 @@ PlanResult plan_delta(const Problem& problem, const Settings& settings, std::int
   if (!choice.problem.empty()) return Reject{choice.problem, true};
   const DeltaUnit unit = delta_unit(choice.isa);
   const DeltaShape shape = delta_shape(problem);
-  const std::int64_t tasks = problem.num_seqs * problem.num_heads_v * slices;
+  const std::int64_t tasks = heads_of(problem) * std::max(cut.slices, cut.window);
   const auto workers =
       static_cast<std::int32_t>(std::clamp<std::int64_t>(tasks, 1, std::max(num_threads(), 1)));
   BackendPlan plan;
@@ -40,19 +46,23 @@ PlanResult plan_delta(const Problem& problem, const Settings& settings, std::int
   plan.words[kIsa] = static_cast<std::uint64_t>(choice.isa);
   plan.words[kWorkers] = static_cast<std::uint64_t>(workers);
   plan.words[kScratchBytes] = linear_rounded_up(unit.state_bytes(shape)) +
-                              linear_rounded_up(unit.forward_scratch_bytes(shape)) +
-                              formed_bytes(problem);
-  plan.words[kSlices] = static_cast<std::uint64_t>(slices);
-  plan.workspace_bytes = static_cast<std::size_t>(workers) * plan.words[kScratchBytes];
+                              linear_rounded_up(unit.forward_scratch_bytes(shape));
+  plan.words[kSlices] = static_cast<std::uint64_t>(cut.slices);
+  plan.words[kWindow] = static_cast<std::uint64_t>(cut.window);
+  plan.workspace_bytes =
+      cut.window > 0
+          ? DeltaWindows(problem, unit, cut, heads_of(problem), unit.forward_scratch_bytes(shape))
+                .bytes()
+          : static_cast<std::size_t>(workers) * plan.words[kScratchBytes];
   plan.workspace_alignment = kLinearAlignment;
   return plan;
 }
 
-std::int64_t slices_of(const LinearProblem& problem) {
-  const std::int64_t pairs = std::max<std::int64_t>(problem.num_seqs * problem.num_heads_v, 1);
+DeltaCut columns_alone(const LinearProblem& problem) {
+  const std::int64_t heads = std::max<std::int64_t>(heads_of(problem), 1);
   const std::int64_t threads = std::max(num_threads(), 1);
   const std::int64_t most = std::max<std::int64_t>(problem.head_dim_v / kSliceColumns, 1);
-  return pairs >= threads ? 1 : std::min(linear_ceil_div(threads, pairs), most);
+  return {0, heads >= threads ? 1 : std::min(linear_ceil_div(threads, heads), most)};
 }
 
 // Columns begin .. of rows, states and outputs, as if there were no others.
@@ -88,19 +98,14 @@ class DeltaHeads {
     shape.linear.head_dim_v = columns.count;
     std::byte* state = memory;
     std::byte* scratch = state + linear_rounded_up(unit_.state_bytes(shape_));
-    double* formed = nullptr;
-    if (forms_channels(problem_)) {
-      formed = reinterpret_cast<double*>(scratch +
-                                         linear_rounded_up(unit_.forward_scratch_bytes(shape_)));
-    }
     StateContent content =
         unit_.load_state(shape, columns.of(unit_state(from[0], slot, head)), state);
     const DeltaSequence sequence(problem_, tokens, head);
     DeltaGates gates;
     for (std::int64_t first = 0; first < sequence.rows(); first += gates.rows) {
-      sequence.load(first, gates, formed);
+      sequence.load(first, gates);
       if (gates.reset && !shape.exclusive) content = {};
-      DeltaChunk chunk = sequence.chunk(shape, first, gates, formed);
+      DeltaChunk chunk = sequence.chunk(shape, first, gates);
       chunk.v = columns.of(chunk.v, problem_.dtype);
       chunk.b = columns.of(chunk.b, chunk.b_dtype);
       chunk.o = columns.of(sequence.reads(o_, first, head), problem_.dtype);
@@ -121,30 +126,72 @@ class DeltaHeads {
   std::int64_t slices_;
 };
 
+void run_side_by_side(const BackendPlan& plan, const LinearForwardProblem& problem,
+                      std::byte* workspace) {
+  const DeltaUnit unit = delta_unit(static_cast<Isa>(plan.words[kIsa]));
+  const DeltaShape shape = delta_shape(problem);
+  DeltaWindows all(problem, unit,
+                   {static_cast<std::int64_t>(plan.words[kWindow]),
+                    static_cast<std::int64_t>(plan.words[kSlices])},
+                   heads_of(problem), unit.forward_scratch_bytes(shape));
+  all.place(workspace, static_cast<std::int32_t>(plan.words[kWorkers]));
+  all.each_head([&](std::int64_t p) {
+    all.begin(p, p / problem.num_heads_v, p % problem.num_heads_v, problem.initial_state);
+  });
+  const std::int64_t windows = all.windows();
+  for (std::int64_t w = 0; w < windows; ++w) {
+    all.fill(
+        w,
+        [&](std::int64_t p, std::int64_t c, const DeltaChunk& chunk) {
+          return unit.prepare(chunk, all.record(p, c));
+        },
+        [&](std::int64_t p, std::int64_t c, const DeltaChunk& chunk, const DeltaColumns& columns) {
+          unit.advance(chunk, columns, all.state(p, c), all.state(p, c + 1), all.record(p, c));
+        });
+    all.each_chunk(w, [&](std::int64_t p, std::int64_t c, std::int32_t) {
+      const DeltaSequence rows = all.rows(p);
+      DeltaChunk chunk = all.chunk(rows, p, w, c);
+      chunk.o = rows.reads(problem.o, all.first_row(p, w, c), all.head(p));
+      unit.read(chunk, all.state(p, c), all.record(p, c));
+    });
+    for (std::int64_t p = 0; p < all.heads(); ++p) all.go_on(p, w);
+  }
+  all.each_head([&](std::int64_t p) {
+    unit.store_state(shape, all.state(p, 0),
+                     unit_state(problem.final_state[0], all.sequence(p), all.head(p)));
+  });
+}
+
 }  // namespace
 
 PlanResult plan_delta_forward(const LinearForwardProblem& problem, const Settings& settings) {
-  return plan_delta(problem, settings, slices_of(problem), &DeltaUnit::forward_name);
+  const DeltaCut cut = delta_cut(problem, heads_of(problem));
+  return plan_delta(problem, settings, cut.window > 0 ? cut : columns_alone(problem),
+                    &DeltaUnit::forward_name);
 }
 
 void run_delta_forward(const BackendPlan& plan, const LinearForwardProblem& problem,
                        const RunContext& context) {
-  const DeltaHeads heads(plan, problem, problem.o);
-  const auto slices = static_cast<std::int64_t>(plan.words[kSlices]);
-  parallel_for(
-      problem.num_seqs * problem.num_heads_v * slices,
-      static_cast<std::int32_t>(plan.words[kWorkers]), [&](std::int64_t task, std::int32_t worker) {
-        const std::int64_t pair = task / slices;
-        const std::int64_t n = pair / problem.num_heads_v;
-        heads.run(problem.tokens(n), pair % problem.num_heads_v, task % slices,
-                  problem.initial_state, n, problem.final_state,
-                  context.workspace + static_cast<std::size_t>(worker) * plan.words[kScratchBytes]);
-      });
+  if (plan.words[kWindow] > 0) {
+    run_side_by_side(plan, problem, context.workspace);
+  } else {
+    const DeltaHeads heads(plan, problem, problem.o);
+    const auto slices = static_cast<std::int64_t>(plan.words[kSlices]);
+    parallel_for(heads_of(problem) * slices, static_cast<std::int32_t>(plan.words[kWorkers]),
+                 [&](std::int64_t task, std::int32_t worker) {
+                   const std::int64_t pair = task / slices;
+                   const std::int64_t n = pair / problem.num_heads_v;
+                   heads.run(problem.tokens(n), pair % problem.num_heads_v, task % slices,
+                             problem.initial_state, n, problem.final_state,
+                             context.workspace +
+                                 static_cast<std::size_t>(worker) * plan.words[kScratchBytes]);
+                 });
+  }
   clear_slack(problem, problem.o, problem.num_heads_v, problem.head_dim_v);
 }
 
 PlanResult plan_delta_step(const LinearStepProblem& problem, const Settings& settings) {
-  return plan_delta(problem, settings, slices_of(problem), &DeltaUnit::step_name);
+  return plan_delta(problem, settings, columns_alone(problem), &DeltaUnit::step_name);
 }
 
 void run_delta_step(const BackendPlan& plan, const LinearStepProblem& problem,

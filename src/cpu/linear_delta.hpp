@@ -38,6 +38,16 @@ struct DeltaGates {
   double beta[kDeltaRows];        // what erases and writes; 1 where channels do
 };
 
+// How the log decay of channel d is made of a raw gate x, x' = x + dt_bias[d]:
+// -factor softplus(x'), or lower_bound / (1 + e^(-factor x')).
+struct DeltaRawGates {
+  bool bounded = false;
+  double factor = 0.0;
+  double lower_bound = 0.0;
+  UnitRow dt_bias;  // [dk]; data NULL: 0
+  DType dt_bias_dtype = DType::f32;
+};
+
 struct DeltaChunk {
   DeltaShape shape;
   const DeltaGates* gates = nullptr;
@@ -46,12 +56,18 @@ struct DeltaChunk {
   UnitRow k, v, a, b;
   DType a_dtype = DType::f32;
   DType b_dtype = DType::f32;
-  // Of channels, natural logarithms: rows of the tensor, or [rows][dk].
-  UnitRow log_decay;
-  DType log_decay_dtype = DType::f32;
-  const double* formed_log_decay = nullptr;
+  // Of channels: log decays, or the gates that they are made of.
+  UnitRow gate;
+  DType gate_dtype = DType::f32;
+  const DeltaRawGates* raw = nullptr;
   bool empty = false;       // the state before is 0: it is not read
-  bool row_by_row = false;  // the state before is not finite
+  bool row_by_row = false;  // the state before, or a row, is not finite
+};
+
+// Columns of values, of states and outputs: what a task of its own computes.
+struct DeltaColumns {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
 };
 
 // What backward has besides. Gradients of rows that several value heads share are summed in scratch
@@ -61,15 +77,16 @@ struct DeltaBackwardChunk {
   DeltaChunk forward;
   UnitRow d_o, dq;  // of the rows that read
   UnitRow dk, dv, da, db;
-  UnitRow d_log_decay;  // of channels, where they are given
+  UnitRow d_gate;  // of channels
   std::byte* q_sums = nullptr;
   std::byte* k_sums = nullptr;
   std::byte* a_sums = nullptr;
   bool first_head = true;
   bool last_head = true;
-  double* d_decay = nullptr;     // [rows] of the log decay, where it is one number
-  double* d_channels = nullptr;  // [rows][dk], where they are formed from raw gates
-  double* d_beta = nullptr;      // [rows]
+  double* d_decay = nullptr;    // [rows] of the log decay, where it is one number
+  double* d_rate = nullptr;     // of raw gates, added to: of log(factor)
+  double* d_dt_bias = nullptr;  // [dk]
+  double* d_beta = nullptr;     // [rows]
 };
 
 // What a state holds.
@@ -90,6 +107,14 @@ struct StateContent {
   /* The chunk's outputs, where o has memory, and the state after it in place of the one */        \
   /* before. Whether all that was read is finite. */                                               \
   bool delta_forward(const DeltaChunk& chunk, std::byte* state, std::byte* scratch);               \
+  /* The same in three parts, which leave what they find in `scratch` to the next one. First */    \
+  /* what needs no state; whether all that was read is finite. */                                  \
+  bool delta_prepare(const DeltaChunk& chunk, std::byte* scratch);                                 \
+  /* Then columns of the state after the chunk; */                                                 \
+  void delta_advance(const DeltaChunk& chunk, const DeltaColumns& columns,                         \
+                     const std::byte* before, std::byte* after, std::byte* scratch);               \
+  void delta_read(const DeltaChunk& chunk, const std::byte* before, std::byte* scratch);           \
+  std::size_t delta_backward_record_bytes(const DeltaShape& shape);                                \
   std::size_t delta_backward_scratch_bytes(const DeltaShape& shape);                               \
   std::size_t delta_sum_row_bytes(const DeltaShape& shape);                                        \
   /* ends[d]: the sum over row d of state * d_state. */                                            \
@@ -98,7 +123,19 @@ struct StateContent {
   /* From the state before the chunk and the gradient of that after it to the gradient of */       \
   /* the one before, in place; `ends` alike. */                                                    \
   void delta_backward(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state, \
-                      std::byte* ends, std::byte* scratch);                                        \
+                      std::byte* ends, std::byte* record, std::byte* scratch);                     \
+  /* The same in parts, with a record each chunk: what needs no state, as above; */                \
+  bool delta_backward_prepare(const DeltaBackwardChunk& chunk, std::byte* record);                 \
+  /* columns of the state after the chunk and of what backward keeps of forward; */                \
+  void delta_backward_advance(const DeltaBackwardChunk& chunk, const DeltaColumns& columns,        \
+                              const std::byte* before, std::byte* after, std::byte* record);       \
+  /* columns of the gradient of the state before it; */                                            \
+  void delta_backward_values(const DeltaBackwardChunk& chunk, const DeltaColumns& columns,         \
+                             const std::byte* d_after, std::byte* d_before, std::byte* record);    \
+  /* the rows' gradients. */                                                                       \
+  void delta_backward_rows(const DeltaBackwardChunk& chunk, const std::byte* before,               \
+                           const std::byte* d_after, const std::byte* ends, std::byte* record,     \
+                           std::byte* scratch);                                                    \
   }
 
 ONCHIP_CPU_DECLARE_LINEAR_DELTA(portable)

@@ -9,6 +9,7 @@
 // 0.
 #pragma once
 
+#include "cpu/linear_delta_gates.hpp"
 #include "cpu/linear_delta_tiles.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {
@@ -63,7 +64,7 @@ class DeltaAlgebra {
                      t_.u + i * t_.value);
       }
     }
-    if (shape_.channels) load_decays();
+    if (shape_.channels) load_channel_decays<T>(chunk_, t_, padded_);
     return finite;
   }
 
@@ -76,26 +77,28 @@ class DeltaAlgebra {
     }
   }
 
-  // U from X, in place: the state's part first.
-  void solve(const T* state) {
+  // Columns of U from those of X, in place: the state's part first.
+  void solve(const DeltaColumns& columns, const T* state) {
+    const std::int64_t width = columns.end - columns.begin;
+    T* all = t_.u + columns.begin;
     if (!chunk_.empty) {
-      update<T>(padded_, t_.value_columns,
-                {t_.qe_t + padded_, t_.kToken, state, t_.value, 0, t_.dk}, t_.u, T{1}, t_.u,
-                t_.value);
+      update<T>(padded_, width,
+                {t_.qe_t + padded_, t_.kToken, state + columns.begin, t_.value, 0, t_.dk}, all,
+                T{1}, all, t_.value);
     }
     const T* a_t = t_.pairs_t + padded_;  // -A_ij at [j][i]
     for (std::int64_t first = 0; first < padded_; first += kSolveRows) {
       const std::int64_t count = padded_ - first < kSolveRows ? padded_ - first : kSolveRows;
-      T* u = t_.u + first * t_.value;
+      T* u = all + first * t_.value;
       if (first > 0) {
-        update<T>(count, t_.value_columns, {a_t + first, t_.kToken, t_.u, t_.value, 0, first}, u,
-                  T{1}, u, t_.value);
+        update<T>(count, width, {a_t + first, t_.kToken, all, t_.value, 0, first}, u, T{1}, u,
+                  t_.value);
       }
       const T* triangle = a_t + first * t_.kToken + first;
       if (count == kSolveRows) {
-        solve_triangle<kSolveRows>(triangle, u);
+        solve_triangle<kSolveRows>(triangle, width, u);
       } else {
-        solve_triangle<kRowUnit>(triangle, u);
+        solve_triangle<kRowUnit>(triangle, width, u);
       }
     }
   }
@@ -105,7 +108,7 @@ class DeltaAlgebra {
     const T scale = static_cast<T>(shape_.scale);
     for (std::int64_t j = 0; j < padded_; ++j) {
       T* row = pairs_t + j * t_.kToken;
-      T decay[2 * kDeltaRows + kLanes<T>];
+      T decay[2 * kDeltaRows + kLanes<T>] = {};
       decays_of_key(j, scale, decay);
       for (std::int64_t i = 0; i < 2 * padded_; i += kLanes<T>) {
         const Vec<T> by = Simd<T>::load(decay + i);
@@ -144,10 +147,9 @@ class DeltaAlgebra {
   }
 
  private:
-  // scale D_ij and, from `padded` on, -D_ij of A, 0 where j does not reach i.
+  // scale D_ij and, from `padded` on, -D_ij of A, where j reaches i; `decay` is zeros.
   void decays_of_key(std::int64_t j, T scale, T* decay) const {
     using S = Simd<T>;
-    for (std::int64_t i = 0; i < 2 * padded_ + kLanes<T>; ++i) decay[i] = T{0};
     if (j >= rows_) return;
     T x[kDeltaRows + kLanes<T>] = {};
     for (std::int64_t i = j; i < rows_; ++i) {
@@ -167,30 +169,6 @@ class DeltaAlgebra {
       T* row = tile + i * t_.key;
       norms[i] = T{1} / __builtin_sqrt(dot<T>(row, row, t_.key_columns) + T(kL2NormEps));
       scale_row<T>(row, norms[i], t_.key_columns, row);
-    }
-  }
-
-  void load_decays() {
-    using S = Simd<T>;
-    if (chunk_.formed_log_decay != nullptr) {
-      for (std::int64_t i = 0; i < rows_; ++i) {
-        T* row = t_.alpha + i * t_.key;
-        fill_zeros(row, t_.key_columns);
-        for (std::int64_t d = 0; d < t_.dk; ++d) {
-          row[d] = static_cast<T>(chunk_.formed_log_decay[i * t_.dk + d]);
-        }
-      }
-    } else {
-      load_any_tile<T>(chunk_.log_decay, chunk_.log_decay_dtype, t_.dk, rows_, padded_, t_.alpha,
-                       t_.key);
-    }
-    for (std::int64_t i = 0; i < rows_; ++i) {
-      for (std::int64_t d = 0; d < t_.key_columns; d += kLanes<T>) {
-        T* at = t_.alpha + i * t_.key + d;
-        const Vec<T> x = S::load(at);
-        const auto reset = S::less(x, S::broadcast(static_cast<T>(kSegmentLogDecay)));
-        S::store(at, S::select(reset, Vec<T>{}, power<T>(x * S::broadcast(kLog2E<T>))));
-      }
     }
   }
 
@@ -318,9 +296,9 @@ class DeltaAlgebra {
 
   // Rows of u below each other: row i gets every row above it, of what `triangle` has as [j][i].
   template <int kRows>
-  void solve_triangle(const T* triangle, T* u) {
+  void solve_triangle(const T* triangle, std::int64_t width, T* u) {
     using S = Simd<T>;
-    for (std::int64_t n = 0; n < t_.value_columns; n += kLanes<T>) {
+    for (std::int64_t n = 0; n < width; n += kLanes<T>) {
       Vec<T> row[kRows];
       unroll<kRows>([&](auto i) { row[i] = S::load(u + i * t_.value + n); });
       unroll<kRows>([&](auto j) {

@@ -23,19 +23,17 @@ double load_number(const RowsView& rows, std::int64_t batch, std::int64_t row, s
   return load_as_double(rows.at(batch, row, head) + d * dtype_size(rows.dtype), rows.dtype);
 }
 
-std::int64_t longest_chunk(const LinearProblem& problem) {
-  return problem.traits.decay == DecayAxis::key ? kDeltaChannelRows : kDeltaRows;
-}
-
 }  // namespace
 
 #define ONCHIP_CPU_UNIT(isa)                                                                     \
   DeltaUnit {                                                                                    \
     isa::delta_state_bytes, isa::delta_load_state, isa::delta_store_state,                       \
-        isa::delta_forward_scratch_bytes, isa::delta_forward, isa::delta_backward_scratch_bytes, \
-        isa::delta_sum_row_bytes, isa::delta_ends, isa::delta_backward,                          \
-        "linear_forward/delta_rule/" #isa, "linear_backward/delta_rule/" #isa,                   \
-        "linear_step/delta_rule/" #isa                                                           \
+        isa::delta_forward_scratch_bytes, isa::delta_forward, isa::delta_prepare,                \
+        isa::delta_advance, isa::delta_read, isa::delta_backward_record_bytes,                   \
+        isa::delta_backward_scratch_bytes, isa::delta_sum_row_bytes, isa::delta_ends,            \
+        isa::delta_backward, isa::delta_backward_prepare, isa::delta_backward_advance,           \
+        isa::delta_backward_values, isa::delta_backward_rows, "linear_forward/delta_rule/" #isa, \
+        "linear_backward/delta_rule/" #isa, "linear_step/delta_rule/" #isa                       \
   }
 
 DeltaUnit delta_unit(Isa isa) {
@@ -71,16 +69,19 @@ DeltaShape delta_shape(const LinearProblem& problem) {
   return shape;
 }
 
-std::size_t formed_bytes(const LinearProblem& problem) {
-  if (!forms_channels(problem)) return 0;
-  return linear_rounded_up(static_cast<std::size_t>(kDeltaChannelRows * problem.head_dim_k) *
-                           sizeof(double));
+std::int64_t longest_delta_chunk(const LinearProblem& problem) {
+  return problem.traits.decay == DecayAxis::key ? kDeltaChannelRows : kDeltaRows;
 }
 
 DeltaSequence::DeltaSequence(const LinearProblem& problem, const TokenRange& tokens,
                              std::int64_t head)
     : problem_(problem), tokens_(tokens), head_(head) {
-  if (problem.inputs.rate.wanted) rate_ = load_number(problem.inputs.rate, 0, 0, head);
+  if (!has_raw_gates(problem)) return;
+  raw_gates_.bounded = problem.traits.gate == GateForm::bounded;
+  raw_gates_.factor = std::exp(load_number(problem.inputs.rate, 0, 0, head));
+  raw_gates_.lower_bound = problem.lower_bound;
+  raw_gates_.dt_bias = unit_row(problem.inputs.dt_bias, 0, 0, head);
+  raw_gates_.dt_bias_dtype = problem.inputs.dt_bias.dtype;
 }
 
 double DeltaSequence::raw_gate(std::int64_t row, std::int64_t d) const {
@@ -98,9 +99,9 @@ double DeltaSequence::log_decay(std::int64_t row, std::int64_t d) const {
   const double gate = raw_gate(row, d);
   switch (problem_.traits.gate) {
     case GateForm::raw:
-      return -std::exp(rate_) * softplus(gate + dt_bias(d));
+      return -raw_gates_.factor * softplus(gate + dt_bias(d));
     case GateForm::bounded:
-      return problem_.lower_bound * sigmoid(std::exp(rate_) * (gate + dt_bias(d)));
+      return problem_.lower_bound * sigmoid(raw_gates_.factor * (gate + dt_bias(d)));
     default:
       return gate;
   }
@@ -126,13 +127,13 @@ double DeltaSequence::beta(std::int64_t row) const {
 }
 
 std::int64_t DeltaSequence::chunk_rows(std::int64_t first) const {
-  const std::int64_t most = std::min(longest_chunk(problem_), rows() - first);
+  const std::int64_t most = std::min(longest_delta_chunk(problem_), rows() - first);
   std::int64_t count = 1;
   while (count < most && !resets(first + count)) ++count;
   return count;
 }
 
-void DeltaSequence::load(std::int64_t first, DeltaGates& gates, double* formed) const {
+void DeltaSequence::load(std::int64_t first, DeltaGates& gates) const {
   const bool channels = problem_.traits.decay == DecayAxis::key;
   gates.rows = chunk_rows(first);
   gates.reset = resets(first);
@@ -149,10 +150,6 @@ void DeltaSequence::load(std::int64_t first, DeltaGates& gates, double* formed) 
     }
     gates.cumulative[i] = cumulative;
     gates.beta[i] = beta(first + i);
-    if (formed == nullptr) continue;
-    for (std::int64_t d = 0; d < problem_.head_dim_k; ++d) {
-      formed[i * problem_.head_dim_k + d] = log_decay(first + i, d);
-    }
   }
 }
 
@@ -162,7 +159,7 @@ UnitRow DeltaSequence::reads(const RowsView& rows, std::int64_t first, std::int6
 }
 
 DeltaChunk DeltaSequence::chunk(const DeltaShape& shape, std::int64_t first,
-                                const DeltaGates& gates, const double* formed) const {
+                                const DeltaGates& gates) const {
   const LinearTensors& in = problem_.inputs;
   const std::int64_t each = problem_.rows_per_token;
   const std::int64_t row = tokens_.begin * each + first;
@@ -184,19 +181,18 @@ DeltaChunk DeltaSequence::chunk(const DeltaShape& shape, std::int64_t first,
     chunk.b_dtype = in.b.dtype;
   }
   if (shape.channels) {
-    chunk.log_decay = unit_row(in.gate, tokens_.batch, row, head_);
-    chunk.log_decay_dtype = in.gate.dtype;
-    chunk.formed_log_decay = formed;
+    chunk.gate = unit_row(in.gate, tokens_.batch, row, head_);
+    chunk.gate_dtype = in.gate.dtype;
+    chunk.raw = has_raw_gates(problem_) ? &raw_gates_ : nullptr;
   }
   return chunk;
 }
 
-DeltaSequence::RawGate DeltaSequence::pull_gate(std::int64_t row, std::int64_t d,
-                                                double d_log) const {
+DeltaSequence::RawGate DeltaSequence::pull_gate(std::int64_t row, double d_log) const {
   RawGate raw;
   if (d_log == 0.0) return raw;
-  const double factor = std::exp(rate_);
-  const double biased = raw_gate(row, d) + dt_bias(d);
+  const double factor = raw_gates_.factor;
+  const double biased = raw_gate(row, 0) + dt_bias(0);
   switch (problem_.traits.gate) {
     case GateForm::raw:
       raw.rate = d_log * -factor * softplus(biased);

@@ -18,12 +18,25 @@ struct DeltaUnit {
   void (*store_state)(const DeltaShape& shape, const std::byte* state, const UnitState& matrix);
   std::size_t (*forward_scratch_bytes)(const DeltaShape& shape);
   bool (*forward)(const DeltaChunk& chunk, std::byte* state, std::byte* scratch);
+  bool (*prepare)(const DeltaChunk& chunk, std::byte* scratch);
+  void (*advance)(const DeltaChunk& chunk, const DeltaColumns& columns, const std::byte* before,
+                  std::byte* after, std::byte* scratch);
+  void (*read)(const DeltaChunk& chunk, const std::byte* before, std::byte* scratch);
+  std::size_t (*backward_record_bytes)(const DeltaShape& shape);
   std::size_t (*backward_scratch_bytes)(const DeltaShape& shape);
   std::size_t (*sum_row_bytes)(const DeltaShape& shape);
   void (*ends)(const DeltaShape& shape, const std::byte* state, const std::byte* d_state,
                std::byte* ends);
   void (*backward)(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state,
-                   std::byte* ends, std::byte* scratch);
+                   std::byte* ends, std::byte* record, std::byte* scratch);
+  bool (*backward_prepare)(const DeltaBackwardChunk& chunk, std::byte* record);
+  void (*backward_advance)(const DeltaBackwardChunk& chunk, const DeltaColumns& columns,
+                           const std::byte* before, std::byte* after, std::byte* record);
+  void (*backward_values)(const DeltaBackwardChunk& chunk, const DeltaColumns& columns,
+                          const std::byte* d_after, std::byte* d_before, std::byte* record);
+  void (*backward_rows)(const DeltaBackwardChunk& chunk, const std::byte* before,
+                        const std::byte* d_after, const std::byte* ends, std::byte* record,
+                        std::byte* scratch);
   const char* forward_name;
   const char* backward_name;
   const char* step_name;
@@ -34,14 +47,13 @@ DeltaUnit delta_unit(Isa isa);
 
 DeltaShape delta_shape(const LinearProblem& problem);
 
-// Whether log decays of channels are formed here from raw gates.
-inline bool forms_channels(const LinearProblem& problem) {
-  return problem.traits.decay == DecayAxis::key &&
-         (problem.traits.gate == GateForm::raw || problem.traits.gate == GateForm::bounded);
+// Whether log decays are made of raw gates.
+inline bool has_raw_gates(const LinearProblem& problem) {
+  return problem.traits.gate == GateForm::raw || problem.traits.gate == GateForm::bounded;
 }
 
-// Bytes for a chunk's log decays of channels, where they are formed here.
-std::size_t formed_bytes(const LinearProblem& problem);
+// Rows of a chunk at most.
+std::int64_t longest_delta_chunk(const LinearProblem& problem);
 
 // The rows of one value head of a sequence: row r is row r % rows_per_token of its token.
 class DeltaSequence {
@@ -51,23 +63,22 @@ class DeltaSequence {
   std::int64_t rows() const { return tokens_.length * problem_.rows_per_token; }
 
   // The chunk that begins at row `first`: as long as a chunk may be, but ending before the next row
-  // whose decay resets the state. `formed`: formed_bytes.
-  void load(std::int64_t first, DeltaGates& gates, double* formed) const;
+  // whose decay resets the state.
+  void load(std::int64_t first, DeltaGates& gates) const;
 
   // Rows of that chunk alone.
   std::int64_t chunk_rows(std::int64_t first) const;
 
-  // Everything but o.
-  DeltaChunk chunk(const DeltaShape& shape, std::int64_t first, const DeltaGates& gates,
-                   const double* formed) const;
+  // Everything but o; valid as long as this object.
+  DeltaChunk chunk(const DeltaShape& shape, std::int64_t first, const DeltaGates& gates) const;
   UnitRow reads(const RowsView& rows, std::int64_t first, std::int64_t head) const;
 
-  // Gradients of the raw gate of channel d at row `first`'s token from that of its log decay.
+  // Gradients of the raw gate at the row's token from that of its log decay, where a row has one.
   struct RawGate {
     double gate = 0.0;
     double rate = 0.0;
   };
-  RawGate pull_gate(std::int64_t row, std::int64_t d, double d_log) const;
+  RawGate pull_gate(std::int64_t row, double d_log) const;
   double pull_beta(std::int64_t row, double d_beta) const;
 
   bool decays(std::int64_t row) const {
@@ -85,7 +96,7 @@ class DeltaSequence {
   const LinearProblem& problem_;
   TokenRange tokens_;
   std::int64_t head_;
-  double rate_ = 0.0;
+  DeltaRawGates raw_gates_;
 };
 
 }  // namespace onchip::cpu

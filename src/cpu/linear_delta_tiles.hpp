@@ -34,7 +34,19 @@ struct DeltaTiles {
     pairs_t = pieces.take<T>(kDeltaRows * kToken);
     whole = pieces.take<T>(key);
     running = pieces.take<T>(key);
+    dt_bias = pieces.take<T>(key);
+    q_factor = pieces.take<T>(kDeltaRows);
+    e_factor = pieces.take<T>(kDeltaRows);
+    k_factor = pieces.take<T>(kDeltaRows);
+    q_norm = pieces.take<T>(kDeltaRows);
+    k_norm = pieces.take<T>(kDeltaRows);
   }
+
+  // Up to whole vectors; `columns` begin at one.
+  DeltaColumns padded(const DeltaColumns& columns) const {
+    return {columns.begin, columns.begin + whole_vectors<T>(columns.end - columns.begin)};
+  }
+  DeltaColumns all() const { return {0, value_columns}; }
 
   static constexpr std::int64_t kToken = (2 * kDeltaRows * sizeof(T) / 64 | 1) * 64 / sizeof(T);
 
@@ -55,12 +67,13 @@ struct DeltaTiles {
   T* pairs_t;               // [j][2 rows]: P_ij and -A_ij
   T* whole;                 // [dk]: the decay of the state
   T* running;               // [dk]: a product of decays
+  T* dt_bias;               // [dk]
 
-  T q_factor[kDeltaRows];  // of scale q D
-  T e_factor[kDeltaRows];
-  T k_factor[kDeltaRows];
-  T q_norm[kDeltaRows];  // 1 / |q|
-  T k_norm[kDeltaRows];
+  T* q_factor;  // [rows] of scale q D
+  T* e_factor;
+  T* k_factor;
+  T* q_norm;  // [rows]: 1 / |q|
+  T* k_norm;
 };
 
 template <typename T>

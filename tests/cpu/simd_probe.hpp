@@ -1,4 +1,5 @@
-// The functions of cpu/simd.hpp as plain ones over arrays, once per instruction set.
+// The functions of cpu/simd.hpp and cpu/logistic.hpp as plain ones over arrays, once per
+// instruction set.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +15,10 @@ struct SimdProbe {
   void (*exp2_f64)(const double* x, double* y, std::size_t count);
   void (*tanh_f32)(const float* x, float* y, std::size_t count);
   void (*tanh_f64)(const double* x, double* y, std::size_t count);
+  void (*softplus_f32)(const float* x, float* y, std::size_t count);
+  void (*softplus_f64)(const double* x, double* y, std::size_t count);
+  void (*logistic_f32)(const float* x, float* y, float* slope, std::size_t count);
+  void (*logistic_f64)(const double* x, double* y, double* slope, std::size_t count);
   void (*from_bf16)(const std::uint16_t* x, float* y, std::size_t count);
   void (*from_f16)(const std::uint16_t* x, float* y, std::size_t count);
   void (*to_bf16)(const float* x, std::uint16_t* y, std::size_t count);

@@ -1,6 +1,7 @@
 // Compiled once per instruction set, as the units of src/cpu are.
 #include "cpu/simd_probe.hpp"
 
+#include "cpu/logistic.hpp"
 #include "cpu/simd.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {
@@ -17,6 +18,22 @@ template <typename T>
 void tanh_all(const T* x, T* y, std::size_t count) {
   for (std::size_t i = 0; i < count; i += kLanes<T>) {
     Simd<T>::store(y + i, tanh<T>(Simd<T>::load(x + i)));
+  }
+}
+
+template <typename T>
+void softplus_all(const T* x, T* y, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes<T>) {
+    Simd<T>::store(y + i, softplus<T>(Simd<T>::load(x + i)));
+  }
+}
+
+template <typename T>
+void logistic_all(const T* x, T* y, T* slope, std::size_t count) {
+  for (std::size_t i = 0; i < count; i += kLanes<T>) {
+    Vec<T> of_x{};
+    Simd<T>::store(y + i, logistic<T>(Simd<T>::load(x + i), of_x));
+    Simd<T>::store(slope + i, of_x);
   }
 }
 
@@ -79,6 +96,10 @@ test::SimdProbe simd_probe() {
           .exp2_f64 = exp2_all<double>,
           .tanh_f32 = tanh_all<float>,
           .tanh_f64 = tanh_all<double>,
+          .softplus_f32 = softplus_all<float>,
+          .softplus_f64 = softplus_all<double>,
+          .logistic_f32 = logistic_all<float>,
+          .logistic_f64 = logistic_all<double>,
           .from_bf16 = widen_all<DType::bf16>,
           .from_f16 = widen_all<DType::f16>,
           .to_bf16 = narrow_all<DType::bf16>,

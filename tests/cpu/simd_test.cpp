@@ -1,4 +1,4 @@
-// The bounds that cpu/simd.hpp states, on every instruction set.
+// The bounds that cpu/simd.hpp and cpu/logistic.hpp state, on every instruction set.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -230,6 +230,74 @@ TEST_P(SimdOn, TanhOfSpecialValues) {
   EXPECT_EQ(y64[1], 1.0);
   EXPECT_EQ(y64[2], -1.0);
   EXPECT_TRUE(std::isnan(y64[3]));
+}
+
+// e^-|x| is a power of a rounded product: 1.25 |x| ulp beside those of the function itself.
+template <typename T>
+void expect_gates_near(const std::vector<T>& x, const std::vector<T>& softplus,
+                       const std::vector<T>& logistic, const std::vector<T>& slope) {
+  constexpr T kTiny = std::numeric_limits<T>::min();
+  constexpr long double kOne = 1.0L;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const auto exact = static_cast<long double>(x[i]);
+    const long double e = std::exp(-std::fabs(exact));
+    const long double wanted[] = {exact > 20.0L ? exact : std::max(exact, 0.0L) + std::log1p(e),
+                                  (exact < 0.0L ? e : kOne) / (kOne + e),
+                                  e / ((kOne + e) * (kOne + e))};
+    const T got[] = {softplus[i], logistic[i], slope[i]};
+    const double allowed = 4.0 + 1.25 * std::fabs(static_cast<double>(x[i]));
+    for (std::size_t f = 0; f < 3; ++f) {
+      if (wanted[f] < 2.0L * kTiny) {
+        ASSERT_LE(std::fabs(got[f]), 4.0 * kTiny) << x[i] << " function " << f;
+      } else {
+        ASSERT_LE(ulps(got[f], wanted[f]), f == 0 && x[i] > T{-1} ? 3.0 : allowed)
+            << x[i] << " function " << f;
+      }
+    }
+  }
+}
+
+TEST_P(SimdOn, GatesF32) {
+  std::vector<float> x = negative_floats(4001);
+  for (std::size_t i = 0; i < x.size(); i += 2) x[i] = -x[i];
+  std::vector<float> softplus(x.size());
+  std::vector<float> logistic(x.size());
+  std::vector<float> slope(x.size());
+  probe_.softplus_f32(x.data(), softplus.data(), x.size());
+  probe_.logistic_f32(x.data(), logistic.data(), slope.data(), x.size());
+  expect_gates_near(x, softplus, logistic, slope);
+}
+
+TEST_P(SimdOn, GatesF64) {
+  std::vector<double> x = negative_doubles(100000);
+  for (std::size_t i = 0; i < x.size(); i += 2) x[i] = -x[i];
+  std::vector<double> softplus(x.size());
+  std::vector<double> logistic(x.size());
+  std::vector<double> slope(x.size());
+  probe_.softplus_f64(x.data(), softplus.data(), x.size());
+  probe_.logistic_f64(x.data(), logistic.data(), slope.data(), x.size());
+  expect_gates_near(x, softplus, logistic, slope);
+}
+
+TEST_P(SimdOn, GatesOfSpecialValues) {
+  std::vector<float> x = {0.0f, kInf, -kInf, kNan, 20.5f, std::numeric_limits<float>::max()};
+  pad(x);
+  std::vector<float> softplus(x.size());
+  std::vector<float> logistic(x.size());
+  std::vector<float> slope(x.size());
+  probe_.softplus_f32(x.data(), softplus.data(), x.size());
+  probe_.logistic_f32(x.data(), logistic.data(), slope.data(), x.size());
+  EXPECT_EQ(logistic[0], 0.5f);
+  EXPECT_EQ(slope[0], 0.25f);
+  EXPECT_EQ(softplus[1], kInf);
+  EXPECT_EQ(logistic[1], 1.0f);
+  EXPECT_EQ(slope[1], 0.0f);
+  EXPECT_EQ(softplus[2], 0.0f);
+  EXPECT_EQ(logistic[2], 0.0f);
+  EXPECT_EQ(slope[2], 0.0f);
+  EXPECT_TRUE(std::isnan(softplus[3]) && std::isnan(logistic[3]) && std::isnan(slope[3]));
+  EXPECT_EQ(softplus[4], 20.5f);
+  EXPECT_EQ(softplus[5], std::numeric_limits<float>::max());
 }
 
 TEST_P(SimdOn, HalvesWidenExactly) {

@@ -157,6 +157,17 @@ def test_widths(variant, dims):
         judged(variant, *drawn(rng, variant, sizes, dtype))
 
 
+def on_threads(counts, call):
+    """The results of call(count) with each number of threads."""
+    threads = onchip.get_num_threads()
+    try:
+        for count in counts:
+            onchip.set_num_threads(count)
+            yield [x for x in call(count) if x is not None]
+    finally:
+        onchip.set_num_threads(threads)
+
+
 @every_variant
 @pytest.mark.parametrize("heads_v", [1, 2, 6])
 def test_threads_change_no_bit(variant, heads_v):
@@ -165,23 +176,72 @@ def test_threads_change_no_bit(variant, heads_v):
     heads_k = 2 if heads_v == 6 else heads_v
     sizes = Sizes(batch=1, length=75, heads_k=heads_k, heads_v=heads_v, dk=16, dv=130)
     tensors, state, d_o, d_final = drawn(rng, variant, sizes)
-    threads = onchip.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 7):
-            onchip.set_num_threads(count)
-            gradients = backward(
-                "cpu", variant, d_o, tensors, initial_state=state, d_final_state=d_final
-            )
-            o, final = forward(
-                "cpu", variant, tensors, initial_state=state, output_final_state=True
-            )
-            results.append([x for x in (o, final, *gradients) if x is not None])
-    finally:
-        onchip.set_num_threads(threads)
-    for other in results[1:]:
-        for got, want in zip(other, results[0], strict=True):
+
+    def call(count):
+        gradients = backward(
+            "cpu", variant, d_o, tensors, initial_state=state, d_final_state=d_final
+        )
+        o, final = forward("cpu", variant, tensors, initial_state=state, output_final_state=True)
+        return (o, final, *gradients)
+
+    first, *others = on_threads((1, 2, 3, 7), call)
+    for other in others:
+        for got, want in zip(other, first, strict=True):
             compare.assert_bitwise("threads", got, want)
+
+
+@every_variant
+@pytest.mark.parametrize("lengths", [(1100,), (5, 0, 700, 64, 3, 130)], ids=str)
+def test_chunks_side_by_side_change_no_bit(variant, lengths):
+    """With one thread chunks run in order; with many, windows of them, from kept states that lie
+    further and further apart."""
+    rng = np.random.default_rng(9)
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    sizes = Sizes(heads_k=1, heads_v=2, dk=20, dv=70)
+    tensors = draw(rng, variant, sizes, np.float32, lead=(int(cu[-1]),))
+    if variant in GIVEN_DECAY and variant.tensors()["log_decay"] != "head":
+        # A chunk ends before a reset: windows of few rows.
+        tensors["log_decay"][rng.random(len(tensors["log_decay"])) < 0.02] = -np.inf
+    state = draw_state(rng, variant, sizes, len(lengths), np.float32)
+    d_o = rng.standard_normal((int(cu[-1]), sizes.heads_v, sizes.dv)).astype(np.float32)
+    d_final = draw_state(rng, variant, sizes, len(lengths), np.float32)
+    chunk_lens = {1: None, 7: 16, 8: 160, 20: 512, 40: 4096}
+
+    def call(count):
+        kwargs = dict(initial_state=state, cu_seqlens=cu, chunk_len=chunk_lens[count])
+        o, final = forward("cpu", variant, tensors, output_final_state=True, **kwargs)
+        gradients = backward("cpu", variant, d_o, tensors, d_final_state=d_final, **kwargs)
+        return (o, final, *gradients)
+
+    first, *others = on_threads(chunk_lens, call)
+    for other in others:
+        for got, want in zip(other, first, strict=True):
+            compare.assert_bitwise("threads", got, want)
+
+
+@pytest.mark.parametrize("variant", [PLAIN, GATED, KDA], ids=variant_id)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_finite_side_by_side(variant, name):
+    rng = np.random.default_rng(10)
+    sizes = Sizes(batch=1, length=700, heads_k=1, heads_v=1, dk=8, dv=8)
+    tensors, state, d_o, d_final = drawn(rng, variant, sizes)
+    tensors[name][0, 333, 0, 3] = np.inf
+    if "log_decay" in tensors:
+        tensors["log_decay"][:, 444] = -np.inf
+
+    def call(count):
+        kwargs = dict(initial_state=state, chunk_len=160)
+        o, final = forward("cpu", variant, tensors, output_final_state=True, **kwargs)
+        return (
+            o,
+            final,
+            *backward("cpu", variant, d_o, tensors, d_final_state=d_final, **kwargs),
+        )
+
+    first, other = on_threads((1, 3), call)
+    assert not np.isfinite(first[0]).all()
+    for got, want in zip(other, first, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @every_variant
