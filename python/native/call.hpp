@@ -2,8 +2,12 @@
 #pragma once
 
 #include "errors.hpp"
+#include "tensor.hpp"
 
 namespace onchip_python {
+
+// The workspace of a planned call in an array of bytes that has room for its alignment.
+void* aligned_workspace(const onchip_plan& plan, const Tensor& workspace);
 
 // Called once, by the module.
 void bind_call(nb::module_& module);

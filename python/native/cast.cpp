@@ -194,6 +194,17 @@ const dlpack::ExchangeApi* exchange_api(nb::handle type) {
   return api;
 }
 
+bool work_stream(const dlpack::ExchangeApi& api, std::int32_t device_id, std::uint64_t& stream) {
+  void* current = nullptr;
+  if (api.current_work_stream == nullptr ||
+      api.current_work_stream(dlpack::kCuda, device_id, &current) != 0) {
+    drop_error();
+    return false;
+  }
+  stream = reinterpret_cast<std::uintptr_t>(current);
+  return true;
+}
+
 // Empty where the interface is absent, refuses the array, or would leave the array's last writes on
 // another stream than the one it will be used on.
 std::optional<Tensor> from_exchange(const Request& request) {
@@ -206,13 +217,8 @@ std::optional<Tensor> from_exchange(const Request& request) {
   }
   std::optional<Tensor> result = own(request, managed);
   if (result->view.device_type == ONCHIP_DEVICE_CUDA) {
-    void* current = nullptr;
-    if (api->current_work_stream == nullptr ||
-        api->current_work_stream(dlpack::kCuda, result->view.device_id, &current) != 0) {
-      drop_error();
-      return {};
-    }
-    if (reinterpret_cast<std::uintptr_t>(current) != request.stream) return {};
+    std::uint64_t current = 0;
+    if (!work_stream(*api, result->view.device_id, current) || current != request.stream) return {};
   }
   return result;
 }
@@ -313,6 +319,23 @@ nb::object tensor_of_array(const char* op, const char* argument, nb::handle arra
 }
 
 }  // namespace
+
+bool borrow_memory(const Place& place, nb::handle array, Tensor& result) {
+  const dlpack::ExchangeApi* api = exchange_api(array.type());
+  if (api == nullptr || api->tensor_from_object == nullptr) return false;
+  dlpack::Tensor borrowed{};
+  if (api->tensor_from_object(array.ptr(), &borrowed) != 0) {
+    drop_error();
+    return false;
+  }
+  describe({place, array, nullptr, false, 0}, result, borrowed);
+  return true;
+}
+
+bool current_stream(nb::handle array, std::int32_t device_id, std::uint64_t& stream) {
+  const dlpack::ExchangeApi* api = exchange_api(array.type());
+  return api != nullptr && work_stream(*api, device_id, stream);
+}
 
 void bind_cast(nb::module_& module) {
   module.def(

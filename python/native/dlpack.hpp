@@ -80,7 +80,7 @@ struct ExchangeApi {
   void* managed_tensor_allocator;
   int (*managed_tensor_from_object)(void* object, ManagedTensorVersioned** out);
   void* managed_tensor_to_object;
-  void* tensor_from_object;
+  int (*tensor_from_object)(void* object, Tensor* out);  // which keeps nothing alive
   int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);
 };
 static_assert(sizeof(ExchangeApi) == 7 * sizeof(void*));

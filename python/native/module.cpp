@@ -5,8 +5,10 @@
 #include "call.hpp"
 #include "cast.hpp"
 #include "errors.hpp"
+#include "operators.hpp"
 #include "peaks.hpp"
 #include "tensor.hpp"
+#include "torch_call.hpp"
 
 namespace onchip_python {
 
@@ -53,9 +55,11 @@ NB_MODULE(_native_of_main, module) {
   module.doc() =
       "onchip's C interface for Python. It knows no attention: arrays in, plan, run, errors out.";
   register_exceptions();
+  intern_field_names();
   bind_tensor(module);
   bind_call(module);
   bind_cast(module);
+  bind_torch_call(module);
   bind_peaks(module);
   module.def("describe", [] { return text_of(onchip_describe); }, "The library as JSON text.");
   module.def("version", onchip_version, "The library's version.");

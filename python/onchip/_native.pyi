@@ -2,7 +2,7 @@
 onchip's C interface for Python. It knows no attention: arrays in, plan, run, errors out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 @final
@@ -84,6 +84,46 @@ def tensor(
     producer's pending work is ordered before it.
     Raises InvalidArgument, naming op and argument.
     """
+
+@final
+class TorchCall:
+    """
+    An operator's calls with PyTorch's tensors, in few steps: names once, then everything by
+    position. Whatever is out of the ordinary is left to others.
+    """
+
+    def __init__(
+        self,
+        operator: str,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        values: tuple[str, ...],
+        required: int,
+        types: tuple[type, ...],
+        /,
+    ) -> None:
+        """
+        Names as in the C struct and its options. The first `required` inputs may not be None.
+        types: what tensors have to be, exactly.
+        """
+
+    def examine(self, inputs: tuple[object, ...], /) -> bool | None:
+        """Whether some tensor requires grad; None if some is not of the types."""
+
+    def run(
+        self,
+        inputs: tuple[Any, ...],
+        outputs: tuple[Any, ...],
+        values: tuple[Any, ...],
+        allocate: Callable[[int], Any],
+        /,
+    ) -> bool:
+        """
+        Plans and computes, on PyTorch's current stream, without holding the GIL. False, and
+        nothing is done, where the C library does not take a tensor's memory as it is.
+
+        allocate: makes a workspace of so many bytes, as a tensor of bytes.
+        """
 
 def measure_peaks(num_threads: int) -> dict[str, float]:
     """

@@ -165,3 +165,39 @@ def test_numbers_of_other_libraries_are_options():
     for name, value in (("scale", "1"), ("max_seqlen_q", 4.0), ("max_seqlen_q", 2**64)):
         with pytest.raises(onchip.InvalidArgument, match=f"{name}: got"):
             onchip.ops.attention_forward(X, X, X, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("attention_forward", ("q", "scale"), (), ()), "attention_forward has no tensor scale"),
+        (("attention_forward", ("q",), ("dq",), ()), "attention_forward has no tensor dq"),
+        (("attention_forward", ("q",), (), ("bias",)), "attention_forward has no value bias"),
+        (("attention", (), (), ()), "no operator is named 'attention'"),
+    ],
+)
+def test_torch_calls_know_their_names(names, message):
+    with pytest.raises(ValueError, match=message):
+        _native.TorchCall(*names, 0, ())
+
+
+class Plain:
+    requires_grad = False
+
+
+class Leaf(Plain):
+    requires_grad = True
+
+
+def test_torch_calls_look_at_what_they_are_given():
+    types = (Plain, Leaf)
+    call = _native.TorchCall("attention_forward", ("q", "k"), ("o",), ("scale",), 1, types)
+    for given in (((1,), (1,), (1,)), ((1, 2), (), (1,)), ((1, 2), (1,), (1, 2))):
+        with pytest.raises(ValueError, match="wanted"):
+            call.run(*given, bytearray)
+    with pytest.raises(ValueError, match="3 given, 2 wanted"):
+        call.examine((Plain(), None, None))
+    assert call.examine((Plain(), None)) is False
+    assert call.examine((Plain(), Leaf())) is True
+    assert call.examine((Plain(), 1.0)) is None
+    assert call.examine((None, Plain())) is None  # the first one has to be there

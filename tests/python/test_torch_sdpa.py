@@ -141,18 +141,19 @@ def test_nothing_is_copied(monkeypatch):
     masks = [draw((9, 9), seed=2), draw((2, 1, 1, 9), seed=3) > 0]
     addresses = {x.data_ptr() for x in (q, k, v, *masks)}
     seen = []
-    tensor = onchip._native.tensor
+    forward = onchip.torch._run._FORWARD
 
-    def recorded(op, name, array, *rest):
-        view = tensor(op, name, array, *rest)
-        seen.append((name, view.address in addresses, view.layout_problem))
-        return view
+    class Recorded:
+        def run(self, inputs, *rest):
+            seen.extend(x.data_ptr() in addresses for x in inputs if x is not None)
+            # True: the library has taken the memory as it is.
+            seen.append(forward.run(inputs, *rest))
+            return seen[-1]
 
-    monkeypatch.setattr(onchip._native, "tensor", recorded)
+    monkeypatch.setattr(onchip.torch._run, "_FORWARD", Recorded())
     scaled_dot_product_attention(q, k, v, masks[0])
     scaled_dot_product_attention(q, k[:1], v[:1], masks[1])
-    read = [x for x in seen if x[0] in ("q", "k", "v", "bias", "mask")]
-    assert len(read) == 8 and all(same_memory and not why for _, same_memory, why in read)
+    assert seen == [True] * 10
 
 
 def test_the_result_is_laid_out_for_the_next_projection():

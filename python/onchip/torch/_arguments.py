@@ -56,11 +56,18 @@ def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -
         ) from None
 
 
+def _maybe_autocast() -> bool:
+    return True
+
+
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _maybe_autocast)
 _AUTOCAST_FROM = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
     """The operands of products, cast where autocast says so on the device of the first."""
+    if not _any_autocast():
+        return operands
     first = operands[0]
     # Other devices (meta) have no autocast to ask about.
     if not isinstance(first, Tensor) or not (first.is_cuda or first.is_cpu):
@@ -74,12 +81,7 @@ def autocast(*operands: Any) -> tuple[Any, ...]:
     )
 
 
-def examine(tensors: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Whether autograd has to record the call, and whether the dispatcher can be left out; refuses
-    what is no tensor."""
-    differentiate = False
-    plain = True
-    grad_enabled = torch.is_grad_enabled()
+def require_tensors(tensors: tuple[Any, ...]) -> None:
     for index, tensor in enumerate(tensors):
         if tensor is None and index >= REQUIRED:
             continue
@@ -88,15 +90,11 @@ def examine(tensors: tuple[Any, ...]) -> tuple[bool, bool]:
                 f"{FORWARD.name}: {TENSOR_NAMES[index]}: got {type(tensor).__name__}, "
                 "wanted torch tensors"
             )
-        if grad_enabled and tensor.requires_grad:
-            differentiate = True
-        plain = plain and type(tensor) in _PLAIN_TYPES
-    return differentiate, plain and not is_watched(tensors[0])
 
 
 # ---- where PyTorch's dispatcher can be left out --------------------------------------------------
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _no_modes_known() -> int:
@@ -113,9 +111,13 @@ def is_watched(example: Tensor) -> bool:
     """Whether somebody has to see the operator: a compiler, a tracer, a mode, a transform of
     torch.func; or the device has no memory. Elsewhere the dispatcher is left out: on the host it
     takes longer than all the rest of a call."""
+    return torch.compiler.is_compiling() or is_watched_eagerly(example)
+
+
+def is_watched_eagerly(example: Tensor) -> bool:
+    """The same, where no compiler is known to be at work."""
     return (
-        torch.compiler.is_compiling()
-        or _watchers() != 0
+        _watchers() != 0
         or transforms_active()
         or _is_tracing()
         or not (example.is_cuda or example.is_cpu)
@@ -123,7 +125,7 @@ def is_watched(example: Tensor) -> bool:
 
 
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
-    return all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
+    return all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in tensors)
 
 
 NO_FORWARD_MODE = (

@@ -1,6 +1,7 @@
 """attention_forward and attention_backward in `torch.ops.onchip` with their fake kernels, and what
 autograd does at either: through the dispatcher, or in a Function where nobody watches."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ from onchip.torch._arguments import (
     TENSOR_NAMES,
     VALUES,
     are_plain,
-    examine,
     is_watched,
+    is_watched_eagerly,
     refuse_tangents,
+    require_tensors,
     transforms_active,
 )
 from onchip.torch._library import LIBRARY, define
@@ -86,12 +88,16 @@ def _refuse_second_derivatives(*_: Any) -> Any:
 # ---- autograd ------------------------------------------------------------------------------------
 
 
+def _refuse_slopes() -> Any:
+    raise InvalidArgument(
+        f"{FORWARD.name}: alibi_slopes: got a tensor that requires grad, wanted one that does "
+        "not (slopes have no gradient: detach them, or build a bias)"
+    )
+
+
 def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     if ctx.needs_input_grad[_SLOPES]:
-        raise InvalidArgument(
-            f"{FORWARD.name}: alibi_slopes: got a tensor that requires grad, wanted one that does "
-            "not (slopes have no gradient: detach them, or build a bias)"
-        )
+        _refuse_slopes()
     ctx.set_materialize_grads(False)  # an lse that no loss uses costs nothing
     ctx.save_for_backward(*inputs[:_COUNT], *output)
     ctx.values = inputs[_COUNT:]
@@ -103,10 +109,12 @@ def is_batched(*cotangents: Tensor | None) -> bool:
     return any(x is not None and is_batched(x) for x in cotangents)
 
 
-def _differentiate(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    none = (None,) * (_COUNT + len(VALUES))
+def _gradients(
+    ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, wanted: list[bool]
+) -> Sequence[Tensor | None]:
+    """Of DIFFERENTIABLE; what is not wanted is anything."""
     if d_o is None and d_lse is None:
-        return none
+        return (None,) * len(wanted)
     *tensors, o, lse = ctx.saved_tensors
     # torch.func always asks for a graph of the gradient; whoever uses it meets the refusal then.
     transformed = getattr(ctx, "transformed", False)
@@ -116,17 +124,22 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[
         # One row in memory, repeated.
         d_o = o.new_zeros(o.shape[-1:]).expand(o.shape)
     saved = (d_o, o, lse, d_lse)
-    wanted = [ctx.needs_input_grad[index] for index in GRADIENT_INDICES]
-    arguments = (*saved, *tensors, *ctx.values, wanted)
     gradients: Sequence[Tensor | None]
     if transformed:
-        gradients = _TransformedBackward.apply(*arguments)
+        gradients = _TransformedBackward.apply(*saved, *tensors, *ctx.values, wanted)
     elif are_plain((*saved, *tensors)) and not (is_watched(d_o) or is_batched(d_o, d_lse)):
         refuse_tangents(BACKWARD.name, (*saved, *tensors))
-        gradients = _run.backward(d_o, o, lse, d_lse, tensors, ctx.values, wanted)
+        gradients = _run.backward(d_o, o, lse, d_lse, tuple(tensors), ctx.values, wanted)
     else:
-        gradients = torch.ops.onchip.attention_backward(*arguments)
-    results = list(none)
+        gradients = torch.ops.onchip.attention_backward(*saved, *tensors, *ctx.values, wanted)
+    return gradients
+
+
+def _differentiate(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    """Of the operator's arguments."""
+    wanted = [ctx.needs_input_grad[index] for index in GRADIENT_INDICES]
+    results: list[Tensor | None] = [None] * (_COUNT + len(VALUES))
+    gradients = _gradients(ctx, d_o, d_lse, wanted)
     for index, want, gradient in zip(GRADIENT_INDICES, wanted, gradients, strict=True):
         if want:
             results[index] = gradient
@@ -143,6 +156,31 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return results
 
     backward = staticmethod(_differentiate)
+
+
+class _Recorded(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """A call that has been made already, for autograd to know of. Its arguments are few, since each
+    takes time: those that can have a gradient, and all of the call's as one."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        tensors, values, results = arguments[-1]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *results)
+        ctx.values = values
+        return results  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[:-1]
+        gradients = _gradients(ctx, d_o, d_lse, wanted)
+        made = (x if want else None for x, want in zip(gradients, wanted, strict=True))
+        return (*made, None)
+
+
+# Function.apply itself first looks for torch.func's transforms and what they have left behind,
+# which are no part of a call whose tensors were found to be plain memory.
+_record = super(torch.autograd.Function, _Recorded).apply
 
 
 def _refuse_jvp(*_: Any) -> Any:
@@ -182,15 +220,27 @@ class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc, unuse
     jvp = staticmethod(_refuse_jvp)
 
 
+_differentiable = operator.itemgetter(*GRADIENT_INDICES)
+
+
 def run(tensors: Any, values: Any, want_lse: bool) -> Any:
     """(o, lse) by the shortest way; lse may be None where it is not wanted."""
-    differentiate, plain = examine(tensors)
-    if plain:
-        refuse_tangents(FORWARD.name, tensors)
-        if differentiate:
-            return _Attention.apply(*tensors, *values)
-        return _run.forward(tensors, values, want_lse)
-    if not torch.compiler.is_compiling() and transforms_active():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        requires_grad = _run.examine(tensors)
+        if requires_grad is not None and not is_watched_eagerly(tensors[0]):
+            refuse_tangents(FORWARD.name, tensors)
+            if not requires_grad or not torch.is_grad_enabled():
+                return _run.forward(tensors, values, want_lse)
+            slopes = tensors[_SLOPES]
+            if slopes is not None and slopes.requires_grad:
+                _refuse_slopes()
+            results = _run.forward_in_place(tensors, values, True)
+            if results is None:
+                return _Attention.apply(*tensors, *values)
+            return _record(*_differentiable(tensors), (tensors, values, results))
+    require_tensors(tensors)
+    if not compiling and transforms_active():
         return _Transformed.apply(*tensors, *values)
     return torch.ops.onchip.attention_forward(*tensors, *values)
 

@@ -1,0 +1,116 @@
+#include "fields.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+
+#include "tensor.hpp"
+
+namespace onchip_python {
+
+namespace {
+
+double real_of(const Place& place, nb::handle value) {
+  // Not nb::try_cast: that would also swallow a KeyboardInterrupt in somebody's __float__.
+  const double number = PyFloat_AsDouble(value.ptr());
+  const bool failed = number == -1 && PyErr_Occurred() != nullptr;
+  if (failed) drop_error();
+  // The C struct marks an absent scale by NaN; here that mark is None.
+  if (failed || std::isnan(number)) refuse(place, describe_value(value), "a number");
+  return number;
+}
+
+// True, False, 0, 1 and NumPy's bool; an array is never taken for a flag.
+std::int32_t flag_of(const Place& place, nb::handle value) {
+  if (nb::isinstance<nb::int_>(value)) {
+    const std::int64_t number = count_of(place, value);
+    if (number == 0 || number == 1) return static_cast<std::int32_t>(number);
+  } else {
+    const nb::object name = nb::getattr(value.type(), "__name__");
+    const std::string_view type = utf8(name);
+    if (type == "bool_" || type == "bool") return nb::bool_(value) ? 1 : 0;
+  }
+  refuse(place, describe_value(value), "True or False");
+}
+
+std::int32_t choice_of(const Place& place, nb::handle value,
+                       std::span<const std::string_view> names, std::int32_t first,
+                       const char* wanted) {
+  std::string_view name;
+  if (nb::try_cast(value, name)) {
+    const auto found = std::find(names.begin(), names.end(), name);
+    if (found != names.end()) return first + static_cast<std::int32_t>(found - names.begin());
+  }
+  refuse(place, describe_value(value), wanted);
+}
+
+const char* name_of(const Place& place, nb::handle value) {
+  constexpr const char* kWanted = "a name or None";
+  std::string_view name;
+  // The C struct takes an empty name for none.
+  if (!nb::try_cast(value, name) || name.empty()) refuse(place, describe_value(value), kWanted);
+  if (name.find('\0') != std::string_view::npos) {
+    refuse(place, "a name with a zero byte", kWanted);
+  }
+  return name.data();
+}
+
+template <typename T>
+void store(const Field& field, void* base, T value) {
+  std::memcpy(static_cast<std::byte*>(base) + field.offset, &value, sizeof(value));
+}
+
+}  // namespace
+
+void set_tensor(const Field& field, void* base, const onchip_tensor& view) {
+  store(field, base, &view);
+}
+
+void set_field(const char* op, const Field& field, void* base, nb::object& held, nb::handle value) {
+  static constexpr std::array<std::string_view, 2> kAlignments = {"bottom_right", "top_left"};
+  static constexpr std::array<std::string_view, 1> kPrecisions = {"tf32"};
+  static constexpr std::array<std::string_view, 2> kStateLayouts = {"kv", "vk"};
+  static constexpr std::array<std::string_view, 2> kActivations = {"silu", "sigmoid"};
+  static constexpr std::array<std::string_view, 2> kInputGates = {"exp", "sigmoid"};
+  const Place place{op, field.name};
+  const auto put = [&](auto number) { store(field, base, number); };
+  switch (field.kind) {
+    case Kind::kTensor: {
+      const Tensor* tensor = as_tensor(value);
+      if (tensor == nullptr) {
+        throw nb::type_error((std::string(field.name) + ": wanted a Tensor").c_str());
+      }
+      set_tensor(field, base, tensor->view);
+      held = nb::borrow(value);
+      return;
+    }
+    case Kind::kReal:
+      return put(real_of(place, value));
+    case Kind::kCount:
+      return put(count_of(place, value));
+    case Kind::kFlag:
+      return put(flag_of(place, value));
+    case Kind::kAlignment:
+      return put(choice_of(place, value, kAlignments, ONCHIP_BOTTOM_RIGHT,
+                           "\"bottom_right\" or \"top_left\""));
+    case Kind::kPrecision:
+      return put(choice_of(place, value, kPrecisions, ONCHIP_PRECISION_TF32, "None or \"tf32\""));
+    case Kind::kStateLayout:
+      return put(choice_of(place, value, kStateLayouts, ONCHIP_STATE_KV, "\"kv\" or \"vk\""));
+    case Kind::kInputGate:
+      return put(choice_of(place, value, kInputGates, ONCHIP_GATE_EXP, "\"exp\" or \"sigmoid\""));
+    case Kind::kActivation:
+      return put(choice_of(place, value, kActivations, ONCHIP_ACTIVATION_SILU,
+                           "None, \"silu\" or \"sigmoid\""));
+    case Kind::kName:
+      put(name_of(place, value));
+      held = nb::borrow(value);
+      return;
+  }
+}
+
+}  // namespace onchip_python
