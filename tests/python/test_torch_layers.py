@@ -324,11 +324,11 @@ def test_gradients_of_the_convolutions_last_inputs(length, packed):
     keep what the call left them."""
     convolution = ShortConvolution(3, 4, False, dtype=torch.float64)
     x = draw((length, 3), torch.float64, 1).requires_grad_()
-    before = draw((1, 3, 3), torch.float64, 2).requires_grad_()
+    before = draw((1, 3, 4), torch.float64, 2).requires_grad_()
     given = x if packed else x[None]
     rows = Rows("layer", given, None, [0, length] if packed else None, None)
     _, last = convolution(given, rows, before)
-    assert last.shape == (1, 3, 3)
+    assert last.shape == (1, 3, 4)
     cotangent = draw(last.shape, torch.float64, 3)
     dx, d_before = torch.autograd.grad(
         (last * cotangent).sum(), (x, before), materialize_grads=True
@@ -342,7 +342,7 @@ def test_the_convolution_in_any_layout_of_its_cotangent():
     """L22."""
     convolution = ShortConvolution(4, 4, True, dtype=torch.float64)
     x = draw((2, 6, 4), torch.float64, 1).requires_grad_()
-    before = draw((2, 4, 3), torch.float64, 2).requires_grad_()
+    before = draw((2, 4, 4), torch.float64, 2).requires_grad_()
     inputs = (x, before, *convolution.parameters())
 
     def of(loss):

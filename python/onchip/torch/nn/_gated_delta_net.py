@@ -110,10 +110,7 @@ class GatedDeltaNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         heads = (num_seqs, self.num_heads_v, self.head_dim, self.head_dim_v)
         return RecurrentState(
             weight.new_zeros(heads, dtype=wide_dtype(weight.dtype)),
-            tuple(
-                weight.new_zeros((num_seqs, x.weight.shape[0], x.width - 1))
-                for x in (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            ),
+            tuple(x.new_state(num_seqs) for x in (self.q_conv1d, self.k_conv1d, self.v_conv1d)),
             weight.new_zeros((num_seqs,), dtype=torch.int64),
         )
 

@@ -100,10 +100,9 @@ class Mamba2(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         """That of sequences that have not begun."""
         weight = self.in_proj.weight
         heads = (num_seqs, self.num_heads, self.head_dim, self.state_dim)
-        channels = self.conv1d.weight.shape[0]
         return RecurrentState(
             weight.new_zeros(heads, dtype=wide_dtype(weight.dtype)),
-            (weight.new_zeros((num_seqs, channels, self.conv1d.width - 1)),),
+            (self.conv1d.new_state(num_seqs),),
             weight.new_zeros((num_seqs,), dtype=torch.int64),
         )
 

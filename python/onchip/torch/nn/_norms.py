@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from onchip.torch._linear import rms_norm_gated
 from onchip.torch.nn._recurrent import wide_dtype
 
 
@@ -36,17 +37,16 @@ class GatedRMSNorm(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self.weight = torch.nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = wide_dtype(x.dtype)
-        gate = functional.silu(gate.to(wide))
-        y = x.to(wide)
-        if self.gate_first:
-            y = y * gate
-        grouped = y.unflatten(-1, (-1, self.group_size))
-        mean_square = grouped.square().mean(-1, keepdim=True)
-        y = (grouped * torch.rsqrt(mean_square + self.eps)).flatten(-2) * self.weight.to(wide)
-        if not self.gate_first:
-            y = y * gate
-        return y.to(x.dtype)
+        y: Tensor = rms_norm_gated(
+            x,
+            gate=gate,
+            weight=self.weight,
+            activation="silu",
+            gate_first=self.gate_first,
+            group_size=self.group_size,
+            eps=self.eps,
+        )
+        return y
 
 
 class HeadNorm(torch.nn.Module):  # type: ignore[misc, unused-ignore]

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from onchip.errors import InvalidArgument
 from onchip.torch._arguments import integers
+from onchip.torch._linear import causal_conv1d, causal_conv1d_step
 
 Lengths: TypeAlias = Tensor | Sequence[int]
 
@@ -28,7 +28,7 @@ class RecurrentState:
     Attributes:
         recurrent: the operator's state, a tuple where it has several parts; float32 (float64 of
             float64 layers).
-        convolution: for each short convolution its last inputs, [num_seqs, channels, width - 1].
+        convolution: for each short convolution its last inputs, [num_seqs, channels, width].
         seen: tokens so far, int64 [num_seqs].
     """
 
@@ -103,10 +103,10 @@ class Rows:
 
     def _place(self, x: Tensor) -> None:
         """Of each row its sequence (packed), its position there, and whether it is used; of each
-        sequence its length and, packed, where it begins."""
+        sequence its length."""
         slots = torch.arange(x.shape[-2], device=x.device)
         self.used: Tensor | None = None
-        self.sequence = self.begin = slots
+        self.sequence = slots
         if self.cu_seqlens is None:
             self.position = slots.expand(x.shape[:-1])
             self.length = slots.new_full((self.num_seqs,), x.shape[1])
@@ -119,11 +119,10 @@ class Rows:
         # Rows behind the last sequence belong to none: they are taken for the last one's tail.
         self.sequence = torch.searchsorted(begin[1:], slots, right=True)
         self.sequence = self.sequence.clamp(max=max(self.num_seqs - 1, 0))
-        self.begin = begin[:-1]
         if self.num_seqs == 0:
             self.position, self.used = slots, torch.zeros_like(slots, dtype=torch.bool)
             return
-        self.position = slots - self.begin[self.sequence]
+        self.position = slots - begin[self.sequence]
         self.used = self.position < self.length[self.sequence]
 
     def cleared(self, x: Tensor) -> Tensor:
@@ -182,45 +181,27 @@ class ShortConvolution(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         if self.bias is not None:
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, rows: Rows, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The result in x's shape, and the last inputs of every sequence, as `before` has them:
-        [num_seqs, channels, width - 1], None for zeros."""
-        channels, kept = self.weight.shape[0], self.width - 1
-        if before is None:
-            before = x.new_zeros((rows.num_seqs, channels, kept))
-        if rows.packed:
-            return self._packed(x, rows, before)
-        wide = torch.cat([before.to(x.dtype), x.mT], -1)
-        y = x
-        if x.shape[1] > 0:
-            y = functional.silu(functional.conv1d(wide, self.weight, self.bias, groups=channels)).mT
-        if rows.seqlens is None:
-            return y, wide[..., x.shape[1] :].contiguous()
-        last = rows.length[:, None] + torch.arange(kept, device=x.device)
-        return y, wide.gather(-1, last[:, None].expand(-1, channels, -1))
+    def new_state(self, num_seqs: int) -> Tensor:
+        """That of sequences that have not begun: their last inputs, [num_seqs, channels, width]."""
+        return self.weight.new_zeros((num_seqs, self.weight.shape[0], self.width))
 
-    def _packed(self, x: Tensor, rows: Rows, before: Tensor) -> tuple[Tensor, Tensor]:
-        kept = self.width - 1
-        # Row total + n * kept + j is what sequence n saw at position j - kept.
-        total = x.shape[0]
-        known = torch.cat([x, before.mT.reshape(-1, x.shape[-1]).to(x.dtype)])
-
-        def at(sequence: Tensor, position: Tensor) -> Tensor:
-            earlier = total + sequence * kept + kept + position
-            return torch.where(position < 0, earlier, rows.begin[sequence] + position)
-
-        if rows.num_seqs == 0:
-            return torch.zeros_like(x), before
-        y: Tensor | None = None
-        for tap in range(self.width):
-            row = at(rows.sequence, rows.position - (kept - tap))
-            term = known[row.clamp(0, known.shape[0] - 1)] * self.weight[:, 0, tap]
-            y = term if y is None else y + term
-        assert y is not None
-        y = functional.silu(y if self.bias is None else y + self.bias)
-        sequences = torch.arange(rows.num_seqs, device=x.device)[:, None]
-        last = rows.length[:, None] - kept + torch.arange(kept, device=x.device)
-        return y, known[at(sequences, last)].mT.contiguous()
+    def forward(self, x: Tensor, rows: Rows, before: Tensor | None) -> tuple[Tensor, Any]:
+        """The result in x's shape, and the state after `before`: None without one. A step writes
+        it in place."""
+        taps: dict[str, Any] = dict(weight=self.weight.squeeze(1), bias=self.bias)
+        if before is not None and rows.is_step() and before.dtype == x.dtype:
+            y = causal_conv1d_step(x.squeeze(1), **taps, activation="silu", state=before)
+            return y.unsqueeze(1), before
+        result: tuple[Tensor, Any] = causal_conv1d(
+            x,
+            **taps,
+            activation="silu",
+            initial_state=None if before is None else before.to(x.dtype),
+            output_final_state=before is not None,
+            cu_seqlens=rows.cu_seqlens,
+            seqlens=rows.seqlens,
+        )
+        return result
 
 
 def recur(

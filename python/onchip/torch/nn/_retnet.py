@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from onchip.errors import InvalidArgument
-from onchip.torch._linear import retention, retention_step
+from onchip.torch._linear import retention, retention_step, rms_norm_gated
 from onchip.torch.nn._recurrent import Lengths, RecurrentState, Rows, recur, wide_dtype
 
 
@@ -129,9 +128,9 @@ class RetNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         )
         if state is not None:
             state.keep(recurrent, (), state.seen + rows.length)
-        wide = o.to(wide_dtype(o.dtype))
-        normed = functional.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps).to(o.dtype)
-        y: Tensor = self.out_proj(functional.silu(self.g_proj(x)) * normed.flatten(-2))
+        gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_dim_v))
+        normed = rms_norm_gated(o, gate=gate, activation="silu", eps=self.norm_eps)
+        y: Tensor = self.out_proj(normed.flatten(-2))
         return y
 
     def extra_repr(self) -> str:
