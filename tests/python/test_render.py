@@ -1,8 +1,5 @@
 """Pages with figures are what their records say."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -142,53 +139,3 @@ def test_a_record_of_a_gpu_lacks_nothing(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"record\.results"):
             record.check({**whole, "results": [broken]})
-
-
-# ---- the campaign, with stages that need no GPU
-
-
-STAGES = """
-import importlib.machinery, importlib.util, json, pathlib, sys, time
-loader = importlib.machinery.SourceFileLoader("campaign", sys.argv[1])
-spec = importlib.util.spec_from_loader("campaign", loader)
-run = importlib.util.module_from_spec(spec)
-sys.modules["campaign"] = run
-loader.exec_module(run)
-state = pathlib.Path(sys.argv[2])
-py = lambda text: [sys.executable, "-c", text]
-ran = state / "ran"
-note = f"open({str(ran)!r}, 'a').write('x');"
-chosen = [
-    run.Stage("good", py(note + "print('fine')"), 30, together=True),
-    run.Stage("bad", py("import sys; print('broken'); sys.exit(3)"), 30, together=True),
-    run.Stage("late", py("import time; time.sleep(60)"), 1, together=True),
-    run.Stage("answer", py("print('words'); print('{\\"a\\": 1}')"), 30, answers=True),
-]
-for again in (False, False, True):
-    campaign = run.Campaign(state, {"fingerprint": sys.argv[3]}, again)
-    campaign.run(chosen, time.time() + 100)
-print(json.dumps({name: o["code"] for name, o in campaign.outcomes.items()}))
-print(json.dumps([campaign.outcomes["answer"]["answer"], ran.read_text()]))
-"""
-
-
-def test_the_campaign_keeps_what_is_finished(tmp_path):
-    program = str(ROOT / "tools/gpu/run")
-
-    def campaign(fingerprint):
-        answer = subprocess.run(
-            [sys.executable, "-c", STAGES, program, str(tmp_path), fingerprint],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        lines = answer.splitlines()
-        return answer, json.loads(lines[-2]), json.loads(lines[-1])
-
-    answer, codes, (found, ran) = campaign("one")
-    assert codes == {"good": 0, "bad": 3, "late": 124, "answer": 0}
-    assert found == {"a": 1}
-    assert ran == "xx"  # once, not again, and again because it was asked for
-    assert "TIME LIMIT" in answer and "FAILED (3)" in answer and "    broken" in answer
-    assert campaign("one")[2][1] == "xxx"
-    assert campaign("two")[2][1] == "xxxxx"  # other sources

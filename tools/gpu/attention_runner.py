@@ -17,7 +17,8 @@ CUBINS = nvrtc.ROOT / "build/cubins"
 
 def source_digest():
     """Of everything a cubin depends on."""
-    h = hashlib.sha256("\n".join([nvrtc.version(), *nvrtc.OPTIONS[:3]]).encode())
+    options = (option for option in nvrtc.OPTIONS if not option.startswith("-I"))
+    h = hashlib.sha256("\n".join([nvrtc.version(), *options]).encode())
     folders = ("src/gpu/tile", "src/gpu/kernels/sm90")
     for path in sorted(p for f in folders for p in (nvrtc.ROOT / f).rglob("*")):
         if path.suffix in (".cuh", ".hpp"):

@@ -572,24 +572,29 @@ def phase_repeat():
     import torch
 
     failures, count = [], 0
-    for dim in (64, 128):  # 128 full: the last wave, 12 tiles, is split
-        for causal in (False, True):
-            q, k, v = (
-                torch.randn(2, 1536, 6, dim, device="cuda").to(torch.bfloat16) for _ in range(3)
-            )
-            first = None
-            for blocks in (None, 7):
-                o, lse = torch.empty_like(q), torch.empty(2, 6, 1536, device="cuda")
-                call = attention_runner.Attention(q, k, v, o, lse, causal=causal, blocks=blocks)
-                for _ in range(500):
-                    o.fill_(float("nan"))
-                    call.launch()
-                    count += 1
-                    if first is None:
-                        first = o.clone(), lse.clone()
-                    elif not (torch.equal(o, first[0]) and torch.equal(lse, first[1])):
-                        failures.append(f"d{dim} causal={causal}: repeat {count} differs")
-                        break
+    # Split, 128 full: a last wave of 12 tiles, and one tile in as many parts as there can be.
+    shapes = [(dim, causal, 2, 6, 1536, 1536) for dim in (64, 128) for causal in (False, True)]
+    shapes.append((128, False, 1, 1, 64, 4096))
+    for dim, causal, batch, heads, rows, keys in shapes:
+        q, k, v = (
+            torch.randn(batch, n, heads, dim, device="cuda").to(torch.bfloat16)
+            for n in (rows, keys, keys)
+        )
+        name, first = f"d{dim} causal={causal} {rows}x{keys}", None
+        for blocks in (None, 7):
+            o, lse = torch.empty_like(q), torch.empty(batch, heads, rows, device="cuda")
+            call = attention_runner.Attention(q, k, v, o, lse, causal=causal, blocks=blocks)
+            if (call.split_tiles != 0) != (dim == 128 and not causal):
+                failures.append(f"{name}: {call.split_tiles} tiles are split")
+            for _ in range(500):
+                o.fill_(float("nan"))
+                call.launch()
+                count += 1
+                if first is None:
+                    first = o.clone(), lse.clone()
+                elif not (torch.equal(o, first[0]) and torch.equal(lse, first[1])):
+                    failures.append(f"{name}: repeat {count} differs")
+                    break
     return count, failures
 
 

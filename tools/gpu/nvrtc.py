@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Lines of source in the cubin, for compute-sanitizer; the machine code is the same.
+LINE_INFO = os.environ.get("ONCHIP_TOOLS_LINE_INFO") == "1"
 ARCHITECTURE = "sm_90a"
 OPTIONS = [
     "-std=c++20",
@@ -15,6 +17,7 @@ OPTIONS = [
     f"-arch={ARCHITECTURE}",
     f"-I{ROOT / 'src'}",
     "--ptxas-options=-v",
+    *(["-lineinfo"] if LINE_INFO else []),
 ]
 
 

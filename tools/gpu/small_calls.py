@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Small calls of every sm90 attention forward kernel through onchip.torch, for compute-sanitizer:
-tails, empty rows, packed sequences. Each result is compared with the formula in fp64."""
+tails, empty rows, packed sequences, tiles shared out by keys. Each result is compared with the
+formula in fp64."""
 
 import itertools
 import sys
@@ -38,7 +39,8 @@ def main():
         def draw(*shape, dtype=dtype):
             return torch.randn(shape, device="cuda").to(dtype)
 
-        for rows, keys in ((200, 333), (65, 1), (130, 70)):
+        # The last is a call of 16 tiles: without a mask, at 128, all are split.
+        for rows, keys in ((200, 333), (65, 1), (130, 70), (130, 2100)):
             q, k, v = draw(2, rows, 4, dim), draw(2, keys, 2, dim), draw(2, keys, 2, dim)
             o = attention(q, k, v, causal=causal, backend="cuda.sm90")
             for b in range(2):
