@@ -127,14 +127,14 @@ class DeltaHeads {
 };
 
 void run_side_by_side(const BackendPlan& plan, const LinearForwardProblem& problem,
-                      std::byte* workspace) {
+                      std::byte* workspace, ThreadTeam& team) {
   const DeltaUnit unit = delta_unit(static_cast<Isa>(plan.words[kIsa]));
   const DeltaShape shape = delta_shape(problem);
   DeltaWindows all(problem, unit,
                    {static_cast<std::int64_t>(plan.words[kWindow]),
                     static_cast<std::int64_t>(plan.words[kSlices])},
                    heads_of(problem), unit.forward_scratch_bytes(shape));
-  all.place(workspace, static_cast<std::int32_t>(plan.words[kWorkers]));
+  all.place(workspace, team);
   all.each_head([&](std::int64_t p) {
     all.begin(p, p / problem.num_heads_v, p % problem.num_heads_v, problem.initial_state);
   });
@@ -173,7 +173,9 @@ PlanResult plan_delta_forward(const LinearForwardProblem& problem, const Setting
 void run_delta_forward(const BackendPlan& plan, const LinearForwardProblem& problem,
                        const RunContext& context) {
   if (plan.words[kWindow] > 0) {
-    run_side_by_side(plan, problem, context.workspace);
+    ThreadTeam::run(static_cast<std::int32_t>(plan.words[kWorkers]), [&](ThreadTeam& team) {
+      run_side_by_side(plan, problem, context.workspace, team);
+    });
   } else {
     const DeltaHeads heads(plan, problem, problem.o);
     const auto slices = static_cast<std::int64_t>(plan.words[kSlices]);

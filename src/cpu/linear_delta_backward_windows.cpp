@@ -20,7 +20,6 @@ class DeltaBackwardWindows {
         unit_(unit),
         shape_(delta_shape(problem)),
         at_(problem),
-        workers_(workers),
         heads_(problem, unit, cut, problem.num_seqs * problem.num_heads_k,
                std::max(unit.backward_record_bytes(shape_), unit.forward_scratch_bytes(shape_))),
         state_bytes_(linear_rounded_up(unit.state_bytes(shape_))),
@@ -49,10 +48,10 @@ class DeltaBackwardWindows {
 
   std::size_t bytes() const { return bytes_; }
 
-  void run(double* totals, std::byte* memory) {
+  void run(double* totals, std::byte* memory, ThreadTeam& team) {
     memory_ = memory;
     totals_ = totals;
-    heads_.place(memory, workers_);
+    heads_.place(memory, team);
     for (member_ = 0; member_ < delta_group(problem_); ++member_) run_members();
   }
 
@@ -236,7 +235,6 @@ class DeltaBackwardWindows {
   const DeltaUnit& unit_;
   DeltaShape shape_;
   DeltaConstants at_;
-  std::int32_t workers_;
   DeltaWindows heads_;
   std::size_t state_bytes_, scratch_bytes_, ends_bytes_, constants_bytes_, sums_bytes_;
   std::size_t notes_bytes_ = 0;
@@ -261,7 +259,8 @@ std::size_t delta_backward_windows_bytes(const LinearBackwardProblem& problem,
 void run_delta_backward_windows(const LinearBackwardProblem& problem, const DeltaUnit& unit,
                                 const DeltaCut& cut, std::int32_t workers, double* totals,
                                 std::byte* memory) {
-  DeltaBackwardWindows(problem, unit, cut, workers).run(totals, memory);
+  DeltaBackwardWindows windows(problem, unit, cut, workers);
+  ThreadTeam::run(workers, [&](ThreadTeam& team) { windows.run(totals, memory, team); });
 }
 
 }  // namespace onchip::cpu

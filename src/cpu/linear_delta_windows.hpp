@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/thread_pool.hpp"
+#include "core/thread_team.hpp"
 #include "cpu/linear_delta_host.hpp"
 
 namespace onchip::cpu {
@@ -33,9 +33,9 @@ class DeltaWindows {
   std::size_t bytes() const { return bytes_; }
   std::int64_t heads() const { return heads_; }
   std::int64_t window() const { return cut_.window; }
-  void place(std::byte* memory, std::int32_t workers) {
+  void place(std::byte* memory, ThreadTeam& team) {
     memory_ = memory;
-    workers_ = workers;
+    team_ = &team;
   }
 
   // Head p is to be value head `head` of sequence n, with its state in `initial`.
@@ -90,12 +90,12 @@ class DeltaWindows {
   // f(p).
   template <typename F>
   void each_head(F&& f) const {
-    parallel_for(heads_, workers_, [&](std::int64_t p, std::int32_t) { f(p); });
+    team_->for_each(heads_, [&](std::int64_t p, std::int32_t) { f(p); });
   }
   // f(p, c, worker) for each chunk of window w.
   template <typename F>
   void each_chunk(std::int64_t w, F&& f) const {
-    parallel_for(heads_ * cut_.window, workers_, [&](std::int64_t task, std::int32_t worker) {
+    team_->for_each(heads_ * cut_.window, [&](std::int64_t task, std::int32_t worker) {
       const std::int64_t p = task / cut_.window;
       const std::int64_t c = task % cut_.window;
       if (c < count(p, w)) f(p, c, worker);
@@ -104,7 +104,7 @@ class DeltaWindows {
   // f(p, columns).
   template <typename F>
   void each_slice(F&& f) const {
-    parallel_for(heads_ * cut_.slices, workers_, [&](std::int64_t task, std::int32_t) {
+    team_->for_each(heads_ * cut_.slices, [&](std::int64_t task, std::int32_t) {
       f(task / cut_.slices, columns(task % cut_.slices));
     });
   }
@@ -162,10 +162,10 @@ class DeltaWindows {
   DeltaShape shape_;
   DeltaCut cut_;
   std::int64_t heads_;
-  std::int32_t workers_ = 1;
   std::size_t record_bytes_, state_bytes_, starts_bytes_;
   std::size_t notes_ = 0, starts_ = 0, gates_ = 0, states_ = 0, records_ = 0, bytes_ = 0;
   std::byte* memory_ = nullptr;
+  ThreadTeam* team_ = nullptr;
 };
 
 }  // namespace onchip::cpu

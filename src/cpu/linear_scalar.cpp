@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/thread_pool.hpp"
+#include "core/thread_team.hpp"
 #include "cpu/linear_engines.hpp"
 #include "cpu/linear_scalar_host.hpp"
 
@@ -122,7 +123,8 @@ class SideBySide {
         pair_(gates_ +
               static_cast<std::size_t>(pairs_ * window_) * linear_rounded_up(sizeof(ChunkGates))) {}
 
-  void run() {
+  void run(ThreadTeam& team) {
+    team_ = &team;
     std::int64_t longest = 0;
     for (std::int64_t n = 0; n < problem_.num_seqs; ++n) {
       longest = std::max(longest, problem_.tokens(n).length);
@@ -178,7 +180,7 @@ class SideBySide {
 
   template <typename F>
   void each_pair(F&& f) const {
-    parallel_for(pairs_, workers_, [&](std::int64_t p, std::int32_t) { f(p); });
+    team_->for_each(pairs_, [&](std::int64_t p, std::int32_t) { f(p); });
   }
 
   ScalarChunk chunk(std::int64_t p, std::int64_t first, std::int64_t c) const {
@@ -203,14 +205,14 @@ class SideBySide {
         own.stabiliser = all.load((first + c) * kChunkRows, own.stabiliser, gates(p, c));
       }
     });
-    parallel_for(pairs_ * window_, workers_, [&](std::int64_t task, std::int32_t worker) {
+    team_->for_each(pairs_ * window_, [&](std::int64_t task, std::int32_t worker) {
       const std::int64_t p = task / window_;
       const std::int64_t c = task % window_;
       if (c >= count(p, first)) return;
       const ScalarChunk now = chunk(p, first, c);
       if (!now.recurrent) unit_.local_state(now, state(p, c + 1), scratch(worker));
     });
-    parallel_for(pairs_ * workers_, workers_, [&](std::int64_t task, std::int32_t) {
+    team_->for_each(pairs_ * workers_, [&](std::int64_t task, std::int32_t) {
       const std::int64_t p = task / workers_;
       for (std::int64_t c = 0; c < count(p, first); ++c) {
         const ScalarChunk now = chunk(p, first, c);
@@ -219,7 +221,7 @@ class SideBySide {
                    state(p, c + 1), state(p, c + 1));
       }
     });
-    parallel_for(pairs_ * window_, workers_, [&](std::int64_t task, std::int32_t worker) {
+    team_->for_each(pairs_ * window_, [&](std::int64_t task, std::int32_t worker) {
       const std::int64_t p = task / window_;
       const std::int64_t c = task % window_;
       if (c >= count(p, first)) return;
@@ -240,6 +242,7 @@ class SideBySide {
   std::byte* states_;   // [pairs][window + 1]: before each chunk of the window, and after it
   std::byte* gates_;    // [pairs][window]
   std::byte* pair_;     // [pairs]
+  ThreadTeam* team_ = nullptr;
 };
 
 }  // namespace
@@ -251,7 +254,9 @@ PlanResult plan_scalar_forward(const LinearForwardProblem& problem, const Settin
 void run_scalar_forward(const BackendPlan& plan, const LinearForwardProblem& problem,
                         const RunContext& context) {
   if (plan.words[kWindow] > 0) {
-    SideBySide(plan, problem, context.workspace).run();
+    SideBySide chunks(plan, problem, context.workspace);
+    ThreadTeam::run(static_cast<std::int32_t>(plan.words[kWorkers]),
+                    [&](ThreadTeam& team) { chunks.run(team); });
   } else {
     const InOrder sequences(plan, problem, problem.o);
     parallel_for(problem.num_seqs * problem.num_heads_v,

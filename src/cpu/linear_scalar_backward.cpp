@@ -10,7 +10,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/thread_pool.hpp"
+#include "core/thread_team.hpp"
 #include "cpu/linear_engines.hpp"
 #include "cpu/linear_scalar_host.hpp"
 
@@ -99,7 +99,8 @@ class Backward {
             static_cast<std::int32_t>(plan.words[kWorkers])),
         memory_(workspace) {}
 
-  void run() {
+  void run(ThreadTeam& team) {
+    team_ = &team;
     std::memset(memory_ + at_.totals, 0, at_.scratch - at_.totals);
     const std::int64_t keys = problem_.num_seqs * problem_.num_heads_k;
     for (first_ = 0; first_ < keys; first_ += at_.batch) {
@@ -171,13 +172,13 @@ class Backward {
 
   template <typename F>
   void each_pair(F&& f) const {
-    parallel_for(pairs(), at_.workers, [&](std::int64_t p, std::int32_t) { f(p); });
+    team_->for_each(pairs(), [&](std::int64_t p, std::int32_t) { f(p); });
   }
 
   // f(p, c, worker) for each chunk of the window.
   template <typename F>
   void each_chunk(std::int64_t w, F&& f) const {
-    parallel_for(pairs() * at_.window, at_.workers, [&](std::int64_t task, std::int32_t worker) {
+    team_->for_each(pairs() * at_.window, [&](std::int64_t task, std::int32_t worker) {
       const std::int64_t p = task / at_.window;
       const std::int64_t c = task % at_.window;
       if (c < chunks_in(pair_at(p).n, w)) f(p, c, worker);
@@ -187,7 +188,7 @@ class Backward {
   // f(p, slice) for slices of the states of every pair.
   template <typename F>
   void each_slice(F&& f) const {
-    parallel_for(pairs() * at_.workers, at_.workers, [&](std::int64_t task, std::int32_t) {
+    team_->for_each(pairs() * at_.workers, [&](std::int64_t task, std::int32_t) {
       f(task / at_.workers, task % at_.workers);
     });
   }
@@ -298,7 +299,7 @@ class Backward {
                    d_state(p, c));
       }
     });
-    parallel_for(count_ * at_.window, at_.workers, [&](std::int64_t task, std::int32_t worker) {
+    team_->for_each(count_ * at_.window, [&](std::int64_t task, std::int32_t worker) {
       const std::int64_t u = task / at_.window;
       const std::int64_t c = task % at_.window;
       if (c >= chunks_in(key_at(u).n, w)) return;
@@ -317,7 +318,7 @@ class Backward {
 
   // The first chunk's own part, once its slot is free.
   void each_pair_first(std::int64_t w) const {
-    parallel_for(pairs(), at_.workers, [&](std::int64_t p, std::int32_t worker) {
+    team_->for_each(pairs(), [&](std::int64_t p, std::int32_t worker) {
       if (chunks_in(pair_at(p).n, w) == 0) return;
       unit_.local_gradient(chunk(p, w, 0), d_read(p, 0), d_state(p, 0), scratch(worker));
     });
@@ -409,6 +410,7 @@ class Backward {
   std::byte* memory_;
   std::int64_t first_ = 0;  // of the batch's (sequence, key head) pairs
   std::int64_t count_ = 0;
+  ThreadTeam* team_ = nullptr;
 };
 
 }  // namespace
@@ -448,7 +450,9 @@ PlanResult plan_scalar_backward(const LinearBackwardProblem& problem, const Sett
 
 void run_scalar_backward(const BackendPlan& plan, const LinearBackwardProblem& problem,
                          const RunContext& context) {
-  Backward(plan, problem, context.workspace).run();
+  Backward backward(plan, problem, context.workspace);
+  ThreadTeam::run(static_cast<std::int32_t>(plan.words[kWorkers]),
+                  [&](ThreadTeam& team) { backward.run(team); });
   const LinearTensors& out = problem.gradients;
   clear_slack(problem, out.q, problem.num_heads_k, problem.head_dim_k);
   clear_slack(problem, out.k, problem.num_heads_k, problem.head_dim_k);
