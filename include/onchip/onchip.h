@@ -226,7 +226,8 @@ typedef struct onchip_attention_backward_args {
  * lse = log(e^lse1 + e^lse2), o = e^(lse1-lse) o1 + e^(lse2-lse) o2; two empty parts give 0, -inf.
  *   o1, o2, o: one shape and float dtype, [batch, S, H, D] or packed [total, H, D];
  *   lse1, lse2, lse [batch, H, S] or packed [H, total]; fp64 with fp64, else fp32;
- *   lse may be NULL. */
+ *   lse may be NULL.
+ * Python's name, and the one in messages, is merge. */
 typedef struct onchip_attention_merge_args {
   size_t struct_size;
   const onchip_tensor* o1;

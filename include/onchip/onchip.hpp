@@ -230,6 +230,7 @@ struct AttentionBackwardTensors {
   }
 };
 
+// Python's name, and the one in messages, is merge.
 struct AttentionMergeTensors {
   Tensor o1{}, lse1{}, o2{}, lse2{}, o{}, lse{};
 

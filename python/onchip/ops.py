@@ -305,7 +305,8 @@ def merge(
     o1: ArrayT, lse1: object, o2: object, lse2: object, *, backend: str | None = None
 ) -> tuple[ArrayT, ArrayT]:
     """Two partial attentions of the same queries over disjoint sets of keys into the one over all:
-    lse = log(e^lse1 + e^lse2), o = e^(lse1 - lse) o1 + e^(lse2 - lse) o2.
+    lse = log(e^lse1 + e^lse2), o = e^(lse1 - lse) o1 + e^(lse2 - lse) o2. In C and C++ it is called
+    attention_merge.
 
     Args:
         o1, o2: [batch, seqlen, heads, head_dim] or packed [total, heads, head_dim]; one float

@@ -15,6 +15,11 @@
 
 namespace onchip {
 
+// Over cached keys, and so of what merge combines, rows may be longer: MLA's latent ones are.
+constexpr std::int64_t kMaxHeadDim = 256;
+constexpr std::int64_t kMaxCachedHeadDimQk = 576;
+constexpr std::int64_t kMaxCachedHeadDimV = 512;
+
 // lse, d_lse: [batch, head, row], or packed [head, row] with batch_stride 0.
 struct RowScalarsView {
   std::byte* data = nullptr;

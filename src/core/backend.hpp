@@ -31,6 +31,10 @@ struct RunContext {
   void* stream = nullptr;
 };
 
+// Every name that a call may force (docs/semantics.md section 6). An operator's table has those
+// that implement it.
+inline constexpr std::array kBackendNames = {"cuda.sm90", "cuda.sm80", "cpu", "reference"};
+
 // A row of an operator's ordered backend table. `plan` reads no tensor data except host-side
 // lengths; `run` throws Error and leaves nothing allocated behind.
 template <typename Problem>

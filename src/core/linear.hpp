@@ -111,6 +111,9 @@ struct TokenRange {
 TokenRange token_range(bool packed, std::int64_t slot, const TensorView& cu_seqlens,
                        const TensorView& seqlens, std::int64_t n);
 
+constexpr std::int64_t kMaxKeyDim = 256;
+constexpr std::int64_t kMaxValueDim = 512;
+
 // Below the logarithm of fp32's smallest number a decay is a reset: nothing crosses it.
 constexpr double kSegmentLogDecay = -104.0;
 

@@ -83,7 +83,10 @@ void read_dropout(const Call& call, double p, const TensorView& rng, AttentionOp
   options.dropout_p = p;
   options.dropout_rng = rng;
   if (p == 0.0) return;
-  require_present(op, "dropout_rng", rng);
+  if (!rng.present()) {
+    throw_invalid(op, "dropout_rng", "nothing with dropout_p = " + number_text(p),
+                  "(seed, offset), int64 [2]");
+  }
   const auto threshold = static_cast<std::uint32_t>(std::floor(65536.0 * p + 0.5));
   if (threshold >= 65536) {
     throw_invalid(op, "dropout_p", number_text(p), "a probability that rounds below 1 in 1/65536",
@@ -123,10 +126,10 @@ void require_q_dtype(std::string_view op, const TensorView& q) {
 
 void require_head_groups(std::string_view op, std::int64_t num_heads_q, std::int64_t num_heads_kv) {
   if (num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0) return;
-  const std::int64_t below = num_heads_kv == 0 ? 0 : num_heads_q - num_heads_q % num_heads_kv;
-  throw_invalid(op, "num_heads_q", std::to_string(num_heads_q),
-                "a multiple of num_heads_kv = " + std::to_string(num_heads_kv),
-                num_heads_kv == 0 ? "0" : std::to_string(below > 0 ? below : num_heads_kv));
+  throw_invalid(
+      op, "num_heads_q", std::to_string(num_heads_q),
+      "a multiple of num_heads_kv = " + std::to_string(num_heads_kv),
+      std::to_string(num_heads_kv == 0 ? 0 : nearest_multiple(num_heads_q, num_heads_kv)));
 }
 
 RowScalarsView row_scalars_view(const TensorView& tensor, bool packed) {

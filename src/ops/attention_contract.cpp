@@ -59,6 +59,8 @@ void read_geometry(const Call& call, const TensorView& q, const TensorView& k, c
                   "[batch, seqlen_kv, num_heads_kv, head_dim_v]");
   }
   require_head_groups(op, problem.num_heads_q, problem.num_heads_kv);
+  require_at_most(op, "q", "head_dim_qk", problem.head_dim_qk, kMaxHeadDim);
+  require_at_most(op, "v", "head_dim_v", problem.head_dim_v, kMaxHeadDim);
 }
 
 // What forward and backward share. Returns the bias tensor, whose shape dbias repeats.
@@ -186,6 +188,7 @@ AttentionMergeProblem normalise(const onchip_attention_merge_args& args, CallFac
   p.rows = o1.shape[row];
   p.num_heads = o1.shape[row + 1];
   p.head_dim = o1.shape[row + 2];
+  require_at_most(kMerge, "o1", "head_dim_v", p.head_dim, kMaxCachedHeadDimV);
   const DType lse_dtype = p.dtype == DType::f64 ? DType::f64 : DType::f32;
   for (const auto& [name, tensor] :
        {std::pair<std::string_view, const TensorView*>{"o2", &o2}, {"o", &o}}) {

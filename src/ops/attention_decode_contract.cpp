@@ -123,6 +123,8 @@ void read_geometry(const Call& call, const Tensors& t, AttentionDecodeProblem& p
   require_shape(kDecode, "v_cache", t.v_cache,
                 {p.num_blocks, p.block_rows, p.num_heads_kv, p.head_dim_v}, axes + "head_dim_v]");
   require_head_groups(kDecode, p.num_heads_q, p.num_heads_kv);
+  require_at_most(kDecode, "q", "head_dim_qk", p.head_dim_qk, kMaxCachedHeadDimQk);
+  require_at_most(kDecode, "v_cache", "head_dim_v", p.head_dim_v, kMaxCachedHeadDimV);
 
   require_dtype(kDecode, "cache_seqlens", p.cache_seqlens, {DType::i32});
   require_shape(kDecode, "cache_seqlens", p.cache_seqlens, {p.num_seqs}, "[batch]");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 
 #include "core/status.hpp"
 
@@ -70,6 +71,21 @@ std::string number_text(double value) {
 std::int32_t flag(std::string_view op, std::string_view name, std::int32_t value) {
   if (value != 0 && value != 1) throw_invalid(op, name, std::to_string(value), "0 or 1");
   return value;
+}
+
+std::int64_t nearest_multiple(std::int64_t value, std::int64_t step) {
+  const std::int64_t over = value % step;
+  const std::int64_t below = value - over;
+  const bool up = below == 0 || over >= step - over;
+  // No type holds a multiple above the largest numbers: then the one below.
+  return up && below <= std::numeric_limits<std::int64_t>::max() - step ? below + step : below;
+}
+
+void require_at_most(std::string_view op, std::string_view name, std::string_view what,
+                     std::int64_t size, std::int64_t most) {
+  if (size <= most) return;
+  throw_invalid(op, name, std::string(what) + " = " + std::to_string(size),
+                std::string(what) + " at most " + std::to_string(most), std::to_string(most));
 }
 
 std::string backend_name(Call& call, const char* name) {

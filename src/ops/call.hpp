@@ -58,6 +58,14 @@ std::string number_text(double value);
 
 std::int32_t flag(std::string_view op, std::string_view name, std::int32_t value);
 
+// The multiple of `step` > 0 nearest to `value` >= 1, and at least one step; the larger of two that
+// are equally near.
+std::int64_t nearest_multiple(std::int64_t value, std::int64_t step);
+
+// `what` names a size of the tensor `name`.
+void require_at_most(std::string_view op, std::string_view name, std::string_view what,
+                     std::int64_t size, std::int64_t most);
+
 // "" for NULL.
 std::string backend_name(Call& call, const char* name);
 

@@ -25,6 +25,17 @@ std::uint64_t checksum(const std::uint64_t* words) {
 
 }  // namespace
 
+void require_known_backend(std::string_view op, std::string_view forced) {
+  if (forced.empty()) return;
+  std::string names;
+  for (const std::string_view name : kBackendNames) {
+    if (forced == name) return;
+    if (!names.empty()) names += ", ";
+    names += name;
+  }
+  throw_invalid(op, "backend", "\"" + std::string(forced) + "\"", names);
+}
+
 void check_plan_target(std::string_view op, const onchip_plan* plan) {
   if (plan == nullptr) throw_invalid(op, "plan", "NULL", "a plan to fill");
   if (plan->struct_size != sizeof(onchip_plan)) {

@@ -4,6 +4,7 @@
 
 #include <onchip/onchip.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -40,17 +41,22 @@ struct Choice {
   BackendPlan plan;
 };
 
+// Throws invalid_argument for a name that no backend has; "" is none.
+void require_known_backend(std::string_view op, std::string_view forced);
+
+// A line for each backend without a row in the table, or only for the forced one.
 template <typename Problem>
-void require_known_backend(std::string_view op, std::string_view forced,
-                           std::span<const Backend<Problem>> table) {
-  if (forced.empty()) return;
-  std::string names;
-  for (const Backend<Problem>& backend : table) {
-    if (forced == backend.name) return;
-    if (!names.empty()) names += ", ";
-    names += backend.name;
+std::string absent_lines(std::string_view forced, std::span<const Backend<Problem>> table,
+                         std::string_view before_reason) {
+  std::string lines;
+  for (const std::string_view name : kBackendNames) {
+    const bool present = std::any_of(table.begin(), table.end(),
+                                     [name](const auto& backend) { return name == backend.name; });
+    if (present || (!forced.empty() && forced != name)) continue;
+    lines.append("\n  ").append(name).append(": ").append(before_reason);
+    lines += "it does not have this operator";
   }
-  throw_invalid(op, "backend", "\"" + std::string(forced) + "\"", names);
+  return lines;
 }
 
 // The first backend that takes the problem; unsupported with every reason if none does, or if a
@@ -58,16 +64,19 @@ void require_known_backend(std::string_view op, std::string_view forced,
 template <typename Problem>
 Choice<Problem> choose(std::string_view op, std::string_view forced,
                        std::span<const Backend<Problem>> table, const Problem& problem) {
-  require_known_backend(op, forced, table);
+  require_known_backend(op, forced);
   std::string reasons;
+  bool refused = false;
   for (std::size_t i = 0; i < table.size(); ++i) {
     if (!forced.empty() && forced != table[i].name) continue;
     PlanResult result = table[i].plan(problem);
     if (auto* plan = std::get_if<BackendPlan>(&result)) return {i, *plan};
     const Reject& reject = std::get<Reject>(result);
     reasons += "\n  " + std::string(table[i].name) + ": " + reject.reason;
-    if (reject.by_setting) break;
+    refused = reject.by_setting;
+    if (refused) break;
   }
+  if (!refused) reasons += absent_lines(forced, table, "");
   std::string text(op);
   text += forced.empty() ? ": no backend takes this call:"
                          : ": the forced backend does not take this call:";
@@ -78,7 +87,7 @@ Choice<Problem> choose(std::string_view op, std::string_view forced,
 template <typename Problem>
 std::string explain_call(std::string_view name, std::string_view forced,
                          std::span<const Backend<Problem>> table, const Problem& problem) {
-  require_known_backend(name, forced, table);
+  require_known_backend(name, forced);
   std::string lines;
   std::string chosen;
   bool refused = false;  // by a setting
@@ -104,6 +113,7 @@ std::string explain_call(std::string_view name, std::string_view forced,
       lines += "possible: " + what;
     }
   }
+  lines += absent_lines("", table, "rejected: ");
   return std::string(name) + ": " + (chosen.empty() ? "no backend takes this call" : chosen) +
          lines + "\n";
 }

@@ -136,7 +136,12 @@ std::string device_backend(const char* name, std::int32_t compute_capability,
 }  // namespace
 
 std::string describe_gpu_backends(const gpu::GpuReport& report) {
-  return device_backend("cuda.sm90", 90, report);
+  return device_backend("cuda.sm90", 90, report) + ", " +
+         JsonObject()
+             .text("name", "cuda.sm80")
+             .raw("available", "false")
+             .text("detail", "this version has no kernels for it")
+             .done();
 }
 
 std::string describe_gpu(const gpu::GpuReport& report) {

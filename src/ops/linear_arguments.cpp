@@ -171,15 +171,16 @@ void read_geometry(LinearCall& call, const TensorView& q, const LinearTensorRow&
   p.head_dim_k = q.shape[lead + 1];
   p.num_heads_v = v.shape[v_lead];
   p.head_dim_v = v.shape[v_lead + 1];
+  require_at_most(op, q_row.name(), "dk", p.head_dim_k, kMaxKeyDim);
+  require_at_most(op, v_row.name(), "dv", p.head_dim_v, kMaxValueDim);
   if (p.traits.decay == DecayAxis::key) p.decay_width = p.head_dim_k;
   const std::int64_t hk = p.num_heads_k;
   const std::int64_t hv = p.num_heads_v;
   if (hk == 0 ? hv != 0 : hv % hk != 0) {
-    const std::int64_t below = hk == 0 ? 0 : hv - hv % hk;
     throw_invalid(
         op, v_row.name(), std::to_string(hv) + " heads",
         "a multiple of " + std::string(q_row.name()) + "'s " + std::to_string(hk) + " heads",
-        hk == 0 ? "0" : std::to_string(below > 0 ? below : hk));
+        std::to_string(hk == 0 ? 0 : nearest_multiple(hv, hk)));
   }
 }
 

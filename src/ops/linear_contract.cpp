@@ -152,7 +152,7 @@ void read_plain_options(LinearCall& call, LinearProblem& p) {
   if (given.chunk_len < 0 || given.chunk_len % 16 != 0) {
     throw_invalid(op, "chunk_len", std::to_string(given.chunk_len),
                   "a multiple of 16, or 0 to let the backend pick",
-                  std::to_string(std::max<std::int64_t>(given.chunk_len / 16, 1) * 16));
+                  std::to_string(nearest_multiple(std::max<std::int64_t>(given.chunk_len, 1), 16)));
   }
   p.chunk_len = given.chunk_len;
   if (call.step) {
@@ -205,7 +205,7 @@ void check_sign(const LinearCall& call, std::string_view name, const RowsView& r
     throw_invalid(call.op(), name,
                   number_text(value) + " for head " + std::to_string(head) +
                       (constant ? "" : ", row " + std::to_string(row)),
-                  "numbers in [-inf, 0] (check = 1)");
+                  "numbers in [-inf, 0], since check is on");
   };
   for (std::int64_t head = 0; head < p.num_heads_v; ++head) {
     if (constant) refuse_above_zero(0, 0, head);

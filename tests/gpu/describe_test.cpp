@@ -18,7 +18,9 @@ gpu::DeviceFacts device(std::int32_t ordinal, std::int32_t compute_capability) {
 
 std::string entry(bool available, const std::string& detail) {
   return std::string(R"({"name": "cuda.sm90", "available": )") + (available ? "true" : "false") +
-         ", \"detail\": \"" + detail + "\"}";
+         ", \"detail\": \"" + detail +
+         R"("}, {"name": "cuda.sm80", "available": false, )"
+         R"("detail": "this version has no kernels for it"})";
 }
 
 TEST(DescribeGpuBackends, WithoutDriverItsProblemIsTheReason) {

@@ -1,6 +1,7 @@
 // What is refused, in which words, and that a refused call leaves everything as it was.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -121,6 +122,15 @@ const Refusal kRefusals[] = {
      [](Everything& e, Kept& k) {
        replace(k, e.forward.q, [](onchip_tensor& t) { t.shape[2] = 3; });
      }},
+    {"head_dim_qk", "q", "head_dim_qk = 257", "head_dim_qk at most 256; nearest legal: 256",
+     [](Everything& e, Kept& k) {
+       replace(k, e.forward.q, [](onchip_tensor& t) { t.shape[3] = 257; });
+       replace(k, e.forward.k, [](onchip_tensor& t) { t.shape[3] = 257; });
+     }},
+    {"head_dim_v", "v", "head_dim_v = 320", "head_dim_v at most 256; nearest legal: 256",
+     [](Everything& e, Kept& k) {
+       replace(k, e.forward.v, [](onchip_tensor& t) { t.shape[3] = 320; });
+     }},
     {"innermost_stride", "v", "innermost stride 2", "innermost stride 1",
      [](Everything& e, Kept& k) {
        replace(k, e.forward.v, [](onchip_tensor& t) { t.strides[3] = 2; });
@@ -172,7 +182,8 @@ const Refusal kRefusals[] = {
      [](Everything& e, Kept&) { e.call.options.dropout_p = 1.0; }},
     {"dropout_nearly_one", "dropout_p", "0.99999999", "a probability that rounds below 1",
      [](Everything& e, Kept&) { e.call.options.dropout_p = 0.99999999; }},
-    {"dropout_without_rng", "dropout_rng", "no tensor", "a tensor",
+    {"dropout_without_rng", "dropout_rng", "nothing with dropout_p = 0.2",
+     "(seed, offset), int64 [2]",
      [](Everything& e, Kept&) { e.call.options.dropout_rng = nullptr; }},
     {"dropout_offset", "dropout_rng[1]", "4294967296", "an offset from 0 to 2^32 - 1",
      [](Everything& e, Kept&) { e.call.dropout_rng.fill_integers({1, std::int64_t{1} << 32}); }},
@@ -338,12 +349,49 @@ TEST(Contract, LegalButUnsupportedNamesTheReason) {
   EXPECT_NE(message.find("cpu: "), std::string::npos) << message;
 }
 
+TEST(Contract, ABackendWithoutTheOperatorIsUnsupported) {
+  Everything e;
+  onchip_plan planned = ONCHIP_PLAN_INIT;
+  for (const char* name : {"cuda.sm80", "cuda.sm90"}) {
+    e.call.options.backend = name;
+    EXPECT_EQ(plan(e.backward, &planned), ONCHIP_UNSUPPORTED);
+    EXPECT_EQ(onchip_last_error(),
+              "attention_backward: the forced backend does not take this call:\n  " +
+                  std::string(name) + ": it does not have this operator");
+  }
+  e.call.options.backend = "cuda.sm75";
+  EXPECT_EQ(plan(e.backward, &planned), ONCHIP_INVALID_ARGUMENT);
+  EXPECT_STREQ(onchip_last_error(),
+               "attention_backward: backend: got \"cuda.sm75\", wanted cuda.sm90, cuda.sm80, cpu, "
+               "reference");
+}
+
+TEST(Contract, TheNearestNumberOfHeadsIsNamed) {
+  for (const auto& [q, kv, nearest] :
+       {std::array<std::int64_t, 3>{8, 3, 9}, {7, 3, 6}, {10, 4, 12}, {1, 4, 4}, {5, 2, 6}}) {
+    AttentionSpec spec;
+    spec.num_heads_kv = kv;
+    spec.group = 1;
+    Random random(3);
+    AttentionCall call(spec, random);
+    onchip_tensor heads = call.q.view();
+    heads.shape[2] = q;
+    onchip_attention_forward_args args = call.forward_args();
+    args.q = &heads;
+    onchip_plan planned = ONCHIP_PLAN_INIT;
+    EXPECT_EQ(plan(args, &planned), ONCHIP_INVALID_ARGUMENT);
+    const std::string message = onchip_last_error();
+    EXPECT_TRUE(message.ends_with("; nearest legal: " + std::to_string(nearest))) << message;
+  }
+}
+
 TEST(Contract, MergeRefusesMisfits) {
   HostTensor o(DType::f32, {2, 5, 3, 4});
   HostTensor lse(DType::f32, {2, 3, 5});
   HostTensor out(DType::f32, {2, 5, 3, 4});
   HostTensor lse_out(DType::f32, {2, 3, 5});
   HostTensor wide(DType::f32, {2, 5, 3, 5});
+  HostTensor longest(DType::f32, {2, 5, 3, 513});
   HostTensor lse64(DType::f64, {2, 3, 5});
   onchip_attention_merge_args good = ONCHIP_ATTENTION_MERGE_ARGS_INIT;
   good.o1 = good.o2 = o.abi();
@@ -358,6 +406,8 @@ TEST(Contract, MergeRefusesMisfits) {
     EXPECT_EQ(plan(args, &planned), ONCHIP_INVALID_ARGUMENT);
     EXPECT_EQ(std::string(onchip_last_error()).find("merge: " + text), 0u) << onchip_last_error();
   };
+  expect([&](auto& a) { a.o1 = longest.abi(); },
+         "o1: got head_dim_v = 513, wanted head_dim_v at most 512");
   expect([&](auto& a) { a.o2 = wide.abi(); }, "o2: got shape [2, 5, 3, 5], wanted ");
   expect([&](auto& a) { a.lse1 = lse64.abi(); }, "lse1: got float64, wanted float32");
   expect([&](auto& a) { a.lse2 = nullptr; }, "lse2: got no tensor, wanted ");
@@ -557,6 +607,7 @@ TEST(Text, ExplainSaysWhichBackendAndWhyNotTheOthers) {
   EXPECT_EQ(text.find("attention_forward: reference"), 0u) << text;
   EXPECT_NE(text.find("\n  reference: chosen: "), std::string::npos) << text;
   EXPECT_NE(text.find("\n  cpu: "), std::string::npos) << text;
+  EXPECT_TRUE(text.ends_with("\n  cuda.sm80: rejected: it does not have this operator\n")) << text;
   text = explained(ONCHIP_ATTENTION_BACKWARD, &e.backward);
   EXPECT_NE(text.find("\n  reference: chosen: "), std::string::npos) << text;
 

@@ -59,6 +59,12 @@ WRONG = {
     "head_dim of the cache": ("contiguous", "k_cache", dict(k_cache=zeros(3, 10, 2, 15))),
     "caches of two capacities": ("contiguous", "v_cache", dict(v_cache=zeros(3, 9, 2, 12))),
     "caches of two numbers of slots": ("contiguous", "v_cache", dict(v_cache=zeros(2, 10, 2, 12))),
+    "head_dim_qk of 577": (
+        "contiguous",
+        "q",
+        dict(q=zeros(2, 3, 4, 577), k_cache=zeros(3, 10, 2, 577)),
+    ),
+    "head_dim_v of 513": ("contiguous", "v_cache", dict(v_cache=zeros(3, 10, 2, 513))),
     "heads that do not divide": ("contiguous", "num_heads_q", dict(q=zeros(2, 3, 5, 16))),
     "fewer slots than rows": (
         "contiguous",

@@ -40,6 +40,8 @@ DENSE = {
     "length of v": ("v", dict(v=zeros(2, 9, 2, 12))),
     "heads of v": ("v", dict(v=zeros(2, 8, 4, 12))),
     "head_dim of k": ("k", dict(k=zeros(2, 8, 2, 15))),
+    "head_dim_qk of 257": ("q", dict(q=zeros(2, 6, 4, 257), k=zeros(2, 8, 2, 257))),
+    "head_dim_v of 257": ("v", dict(v=zeros(2, 8, 2, 257))),
     "heads that do not divide": ("num_heads_q", dict(q=zeros(2, 6, 3, 16))),
     "more kv heads than query heads": ("num_heads_q", dict(q=zeros(2, 6, 1, 16))),
     "queries without kv heads": ("num_heads_q", dict(k=zeros(2, 8, 0, 16), v=zeros(2, 8, 0, 12))),
@@ -227,6 +229,20 @@ def test_a_backend_without_a_backward_says_so(name):
         backward(name, draw(rng, o.shape, F4), q, k, v, o, lse)
     assert isinstance(caught.value, NotImplementedError)
     assert str(caught.value).startswith("attention_backward")
+
+
+@pytest.mark.parametrize("name", ["cuda.sm90", "cuda.sm80"])
+def test_a_backend_without_the_operator_is_unsupported(name):
+    """The name is a legal one: what it cannot do is no wrong argument."""
+    o, lse = zeros(2, 6, 4, 12), zeros(2, 4, 6)
+    with pytest.raises(onchip.Unsupported) as caught:
+        onchip.ops.merge(o, lse, o, lse, backend=name)
+    assert str(caught.value) == (
+        "merge: the forced backend does not take this call:\n"
+        f"  {name}: it does not have this operator"
+    )
+    text = onchip.explain("merge", o, lse, o, lse)
+    assert f"\n  {name}: rejected: it does not have this operator\n" in text
 
 
 def test_tf32_is_refused_with_every_backends_reason():

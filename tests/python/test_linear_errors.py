@@ -39,6 +39,8 @@ DENSE = {
     "k of another length": ("k", dict(k=zeros(2, 6, 2, 3))),
     "k of another dtype": ("k", dict(k=zeros(2, 5, 2, 3, dtype=np.float16))),
     "k of value heads": ("k", dict(k=zeros(2, 5, 4, 3))),
+    "dk of 257": ("q", dict(q=zeros(2, 5, 2, 257), k=zeros(2, 5, 2, 257))),
+    "dv of 513": ("v", dict(v=zeros(2, 5, 4, 513))),
     "v of heads that do not divide": ("v", dict(v=zeros(2, 5, 3, 2))),
     "v of fewer heads": ("v", dict(v=zeros(2, 5, 1, 2))),
     "v of another batch": ("v", dict(v=zeros(1, 5, 4, 2))),
@@ -87,6 +89,29 @@ def test_refused(name, on):
     message = str(refusal.value)
     assert message.startswith(f"simple_gla_forward: {argument}: got "), message
     assert "wanted" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(v=zeros(2, 5, 5, 2)), "v: got 5 heads, .* nearest legal: 6"),
+        (dict(chunk_len=31), "chunk_len: got 31, .* nearest legal: 32"),
+        (dict(chunk_len=-3), "chunk_len: got -3, .* nearest legal: 16"),
+        (dict(v=zeros(2, 5, 4, 600)), "v: got dv = 600, wanted dv at most 512; nearest legal: 512"),
+    ],
+    ids=str,
+)
+def test_the_nearest_legal_choice_is_named(change, words):
+    with pytest.raises(onchip.InvalidArgument, match=f"^simple_gla_forward: {words}$"):
+        onchip.ops.simple_gla_forward(**(base() | change))
+
+
+def test_the_widest_heads():
+    sizes = Sizes(batch=1, length=3, heads_k=1, heads_v=1, dk=256, dv=512)
+    tensors = draw(np.random.default_rng(4), GLA, sizes, np.float32, None)
+    for on in BACKENDS:
+        o, _ = onchip.ops.simple_gla_forward(**tensors, backend=on)
+        assert o.shape == (1, 3, 1, 512) and np.isfinite(o).all()
 
 
 PACKED = {

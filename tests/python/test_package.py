@@ -331,7 +331,7 @@ def test_threads():
 def test_describe():
     described = onchip.describe()
     names = [backend["name"] for backend in described["backends"]]
-    assert names == ["cuda.sm90", "cpu", "reference"]
+    assert names == ["cuda.sm90", "cuda.sm80", "cpu", "reference"]
     assert all(isinstance(backend["available"], bool) for backend in described["backends"])
     assert all(backend["detail"] for backend in described["backends"])
     assert {"ONCHIP_NUM_THREADS", "ONCHIP_CPU_ISA"} <= {

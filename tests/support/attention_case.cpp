@@ -252,6 +252,7 @@ Sizes check_attention(Checker& c, TensorPointer q, TensorPointer k, TensorPointe
   c.shape("k", k, s.rows(s.slot_kv, s.hkv, s.dqk));
   c.shape("v", v, s.rows(s.slot_kv, s.hkv, s.dv));
   c.need(s.hkv == 0 ? s.hq == 0 : s.hq % s.hkv == 0, "heads");
+  c.need(s.dqk <= 256 && s.dv <= 256, "head_dim");
   if (c.failed()) return s;
   const Lengths lengths = check_lengths(c, o, s);
   if (!c.failed()) check_score_options(c, o, s, lengths);
@@ -400,6 +401,7 @@ std::string illegal(const onchip_attention_merge_args& args) {
   c.need(args.o1->rank == 3 || args.o1->rank == 4, "o1: rank");
   if (c.failed()) return c.problem();
   const Shape rows(args.o1->shape, args.o1->shape + args.o1->rank);
+  c.need(rows.back() <= 512, "head_dim");
   Shape scalars(rows.begin(), rows.end() - 1);
   std::swap(scalars[scalars.size() - 1], scalars[scalars.size() - 2]);
   const std::int32_t lse_dtype = args.o1->dtype == ONCHIP_FLOAT64 ? ONCHIP_FLOAT64 : ONCHIP_FLOAT32;
