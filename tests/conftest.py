@@ -66,3 +66,28 @@ def pytest_runtest_setup(item):
     if harness is not None:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         harness.current_backend = parameters.get("backend")
+
+
+# ---- the command line
+
+
+@pytest.fixture(params=["plain", "coloured"])
+def parser(request, monkeypatch):
+    """plain: as without the extra `cli`."""
+    if request.param == "plain":
+        monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    return request.param
+
+
+@pytest.fixture
+def run(parser, capsys):
+    """Runs `onchip` with these words: exit status, stdout, stderr."""
+    from onchip.cli import main
+
+    def run(*words):
+        status = main(words)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run

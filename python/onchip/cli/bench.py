@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onchip._text import nearest
 from onchip.bench import cases, measure, plot, record, table
 from onchip.bench.implementations import IMPLEMENTATIONS, absent
 from onchip.cli.progress import progress
+from onchip.cli.settings import refuse_wrong_settings
 from onchip.errors import InvalidArgument
 
 _DEFAULTS = ("fwd", "fp32", "64", "causal", "1024,4096")
@@ -51,9 +53,13 @@ def _from_flags(flags: Sequence[str | None], heads: str | None, batch: int | Non
     ]
 
 
-def _here() -> list[str]:
-    # The plain formula is there to be asked for.
-    return [name for name in IMPLEMENTATIONS if name != "numpy:plain" and absent(name) is None]
+def _here() -> tuple[list[str], dict[str, str]]:
+    """The implementations, and why each other one is not here. The plain formula is neither: it is
+    there to be asked for."""
+    refuse_wrong_settings("bench")
+    reasons = {name: absent(name) for name in IMPLEMENTATIONS if name != "numpy:plain"}
+    not_here = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [name for name in reasons if name not in not_here], not_here
 
 
 def _fits(name: str, case: cases.Case) -> bool:
@@ -68,6 +74,7 @@ def _implementations(impl: str) -> list[str]:
         if name not in IMPLEMENTATIONS:
             raise InvalidArgument(
                 f"bench: impl: got {name!r}, wanted some of {', '.join(IMPLEMENTATIONS)}"
+                + nearest(name, IMPLEMENTATIONS)
             )
     return names
 
@@ -116,8 +123,9 @@ def run_bench(
         wanted = _from_flags(flags, heads, batch)
     wanted = list({case.name: case for case in wanted}.values())
     pairs: list[tuple[cases.Case, list[str]]]
+    not_here: dict[str, str] = {}
     if impl is None:
-        here = _here()
+        here, not_here = _here()
         pairs = [(case, [name for name in here if _fits(name, case)]) for case in wanted]
     else:
         names_given = _implementations(impl)
@@ -140,10 +148,12 @@ def run_bench(
     if any(result["backend"].startswith("cuda") for result in results):
         known["machine"] = record.machine() | record.gpu_facts()
     made = record.build(results, skipped, **known)
-    return _report(made, out, plot_path)
+    return _report(made, not_here, out, plot_path)
 
 
-def _report(made: record.Record, out: str | None, plot_path: str | None) -> str:
+def _report(
+    made: record.Record, not_here: dict[str, str], out: str | None, plot_path: str | None
+) -> str:
     machine = made["machine"]
     text = f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads\n"
     text += f"at best: {table.ceilings(made)}\n\n"
@@ -151,6 +161,9 @@ def _report(made: record.Record, out: str | None, plot_path: str | None) -> str:
         text += table.text_table(made) + "\n"
     for entry in made["skipped"]:
         text += f"not measured: {entry['impl']}, {entry['case']}: {entry['reason']}\n"
+    for reason in dict.fromkeys(not_here.values()):
+        names = ", ".join(name for name, why in not_here.items() if why == reason)
+        text += f"not here: {names}: {reason}\n"
     if out is not None:
         record.write(made, Path(out))
         text += f"record: {out}\n"

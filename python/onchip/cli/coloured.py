@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import onchip
 from onchip.cli.signature import Command, Parameter, parameters
@@ -16,10 +17,13 @@ def _as_typer(parameter: Parameter) -> inspect.Parameter:
     if parameter.default is None:
         wanted = wanted | None
     how: Any
+    # Brackets of a text are its own, no markup.
+    text = escape(parameter.help)
     if parameter.positional:
-        how = typer.Argument(help=parameter.help)
+        how = typer.Argument(help=text)
     else:
-        how = typer.Option(parameter.flag, help=parameter.help, show_default=False)
+        metavar = None if parameter.type is bool else parameter.metavar
+        how = typer.Option(parameter.flag, help=text, metavar=metavar, show_default=False)
     return inspect.Parameter(
         parameter.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -33,7 +37,9 @@ def _wrapped(command: Command) -> Callable[..., None]:
         Console(soft_wrap=True, markup=False).print(command(**values), end="")
 
     made = [_as_typer(parameter) for parameter in parameters(command)]
-    call.__doc__ = command.__doc__
+    # A line of a paragraph is not to end where it does in the source.
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    call.__doc__ = escape("\n\n".join(text.replace("\n", " ") for text in paragraphs))
     call.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
     return call

@@ -96,8 +96,8 @@ def doctor() -> str:
 def kernels(
     action: Annotated[str, "list, warm, resources or build"],
     *,
-    filter: Annotated[str, "only kernels whose name contains this"] = "",
-    path: Annotated[str | None, "build: the archive file to write"] = None,
+    filter: Annotated[str, "only kernels whose name contains this", "TEXT"] = "",
+    path: Annotated[str | None, "build: the archive file to write", "FILE"] = None,
 ) -> str:
     """GPU kernels ahead of their first call; needs NVRTC, no GPU.
 
@@ -133,19 +133,19 @@ def _require(command: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise Unsupported(
-            f"{command}: {', '.join(missing)} is not installed: pip install 'onchip[cli]'"
+            f"{command}: not installed: {', '.join(missing)} (pip install 'onchip[cli]')"
         )
 
 
 def verify(
     operator: Annotated[str, "an operator of onchip.ops, or all"] = "all",
     *,
-    backend: Annotated[str | None, "one by name; absent: every one that is here"] = None,
-    dtype: Annotated[str | None, "fp64, fp32, fp16 or bf16; absent: all"] = None,
-    seed: Annotated[int | None, "of the first case; absent: a new one"] = None,
-    count: Annotated[int | None, "cases; absent, without seconds: 200"] = None,
-    seconds: Annotated[float | None, "time after which no case begins"] = None,
-    longest: Annotated[int | None, "most rows of a sequence; absent: up to 200"] = None,
+    backend: Annotated[str | None, "one by name; absent: every one that is here", "NAME"] = None,
+    dtype: Annotated[str | None, "fp64, fp32, fp16 or bf16; absent: all", "DTYPE"] = None,
+    seed: Annotated[int | None, "of the first case; absent: a new one", "N"] = None,
+    count: Annotated[int | None, "cases; absent, without seconds: 200", "N"] = None,
+    seconds: Annotated[float | None, "time after which no case begins", "SECONDS"] = None,
+    longest: Annotated[int | None, "most rows of a sequence; absent: up to 200", "N"] = None,
 ) -> str:
     """Random calls, shapes and options, on every backend, each result compared with fp64 as
     docs/semantics.md, section 5, asks.
@@ -162,33 +162,50 @@ def verify(
 
 
 def bench(
-    cases: Annotated[str | None, "names, with commas between them; see below"] = None,
+    cases: Annotated[str | None, "names, with commas between them"] = None,
     *,
-    file: Annotated[str | None, "a file of names, one a line, # before remarks"] = None,
-    phase: Annotated[str | None, "fwd, bwd, fwdbwd; this and the next five: one or more"] = None,
-    dtype: Annotated[str | None, "fp64, fp32, fp16, bf16"] = None,
-    head_dim: Annotated[str | None, "such as 64,128"] = None,
-    mask: Annotated[str | None, "full, causal, window<keys back>"] = None,
-    seqlen: Annotated[str | None, "such as 1024,4096"] = None,
-    heads: Annotated[str | None, "of the queries, or 32k8: 8 key heads; absent: 2048 / dim"] = None,
-    batch: Annotated[int | None, "sequences; absent: 16384 / seqlen"] = None,
-    impl: Annotated[str | None, "implementations; absent: every one that is here"] = None,
-    rounds: Annotated[int, "samples of each, at least 5"] = 5,
-    threads: Annotated[int | None, "of the CPU; absent: as onchip starts with"] = None,
-    limit: Annotated[float, "seconds: what would take longer in a call is left out"] = 10.0,
-    seed: Annotated[int, "of inputs and order"] = 0,
-    out: Annotated[str | None, "write a record, .json"] = None,
-    plot: Annotated[str | None, "draw the figures, .png, .svg or .pdf"] = None,
+    file: Annotated[str | None, "a file of names, one a line, # before remarks", "FILE"] = None,
+    phase: Annotated[str | None, "fwd, bwd, fwdbwd, one or more; absent: fwd", "WORD,.."] = None,
+    dtype: Annotated[
+        str | None, "fp64, fp32, fp16, bf16, one or more; absent: fp32", "DTYPE,.."
+    ] = None,
+    head_dim: Annotated[str | None, "one or more; absent: 64", "N,N,.."] = None,
+    mask: Annotated[
+        str | None, "full, causal, window<keys back>, one or more; absent: causal", "MASK,.."
+    ] = None,
+    seqlen: Annotated[str | None, "one or more; absent: 1024,4096", "N,N,.."] = None,
+    heads: Annotated[
+        str | None, "of queries, or 32k8: 8 of keys; absent: 2048 / head_dim", "N[kN]"
+    ] = None,
+    batch: Annotated[
+        int | None, "sequences; absent: 16384 / seqlen, which is much for a CPU", "N"
+    ] = None,
+    impl: Annotated[
+        str | None, "implementations; absent: every one that is here", "NAME,NAME,.."
+    ] = None,
+    rounds: Annotated[int, "samples of each, at least 5", "N"] = 5,
+    threads: Annotated[int | None, "of the CPU; absent: as onchip starts with", "N"] = None,
+    limit: Annotated[
+        float, "what would take longer in a call is left out; absent: 10", "SECONDS"
+    ] = 10.0,
+    seed: Annotated[int, "of inputs and order", "N"] = 0,
+    out: Annotated[str | None, "write a record, .json", "FILE"] = None,
+    plot: Annotated[str | None, "draw the figures, .png, .svg or .pdf", "FILE"] = None,
 ) -> str:
     """Times cases on every backend that is here, and on PyTorch's attention if that is installed.
 
     Everything runs in one process, warm, in random order, round after round. Shown are speed, the
     ratio to PyTorch, and the share of what this machine reaches at best, which is measured first.
 
-    A case is attention/<fwd|bwd|fwdbwd>/<dtype>/[h<heads>[k<key heads>]]d<head_dim>/
-    <full|causal|window<left>>/[b<batch>]s<seqlen>, or, decoding,
-    attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>, or
-    linear/<fwd|bwd|fwdbwd>/<dtype>/<dims>[v<head_dim_v>]/<operator>/[b<batch>]s<tokens>.
+    A case's name is one of
+
+    attention/<fwd|bwd|fwdbwd>/<dtype>/<dims>/<full|causal|window<left>>/[b<batch>]s<seqlen>
+
+    attention/step/<dtype>/<dims>/<contiguous|paged<page size>>/[b<batch>]s<keys>
+
+    linear/<fwd|bwd|fwdbwd>/<dtype>/<dims>[v<head_dim_v>]/<operator>/[b<batch>]s<tokens>
+
+    with dims [h<heads>[k<key heads>]]d<head_dim>.
 
     onchip bench --dtype fp32,bf16 --head-dim 64,128 --out record.json --plot figures.png
     """

@@ -1,5 +1,6 @@
 """`onchip explain`: a call given by its shapes."""
 
+import inspect
 import math
 from array import array
 from collections.abc import Iterable
@@ -44,12 +45,6 @@ class _Shapes:
         shape = _integers(name, text)
         return None if shape is None else self.of(shape, dtype)
 
-    def required(self, name: str, text: str | None, wanted: str) -> Any:
-        spec = self.parse(name, text)
-        if spec is None:
-            raise InvalidArgument(f"explain: {name}: got nothing, wanted {wanted}")
-        return spec
-
     def indices(self, values: list[int] | None) -> Any:
         """On a GPU their values are the call's own affair."""
         if values is None or self.device == "cpu":
@@ -79,30 +74,30 @@ class _Shapes:
         return self.of(rows_and_heads[:-2] + rows_and_heads[-2:][::-1], self.lse_dtype)
 
 
-_COMMON = {"operator", "dtype", "device", "backend"}
-_MERGE = {"o1"}
-_BACKWARD = {"d_lse"}
-_DECODE = {
-    *("k_cache", "v_cache", "cache_seqlens", "k_new", "v_new", "page_table", "cache_slot"),
-    *("rotary_dim", "rotary_interleaved", "q_positions"),
+_ATTENTION = ("attention_forward", "attention_backward")
+_WITH_FLAGS = (*_ATTENTION, "attention_decode", "merge")
+_EVERYWHERE = {"operator", "dtype", "device", "arrays", "options"}
+# Flags that stand for arguments of other names.
+_SPELLED = {
+    "window_left": "window",
+    "window_right": "window",
+    "segment_ids": "q_segment_ids",
+    "rotary_dim": "rotary_cos",
 }
-_FORWARD_ALONE = {"k", "v", "dropout_p"}  # not of attention_decode
 
 
-_OTHERS = {"arrays", "options"}  # of every operator that has no flags of its own
-_WITH_FLAGS = ("attention_forward", "attention_backward", "attention_decode", "merge")
-
-
-def _taken(operator: str) -> set[str]:
-    """The parameters of `explain` that the operator has a use for."""
-    if operator == "merge":
-        return _COMMON | _MERGE
-    if operator not in _WITH_FLAGS:
-        return _COMMON | _OTHERS
-    options = {p.name for p in parameters(explain)} - _MERGE - _BACKWARD - _DECODE - _OTHERS
-    if operator == "attention_decode":
-        return (options - _FORWARD_ALONE) | _DECODE
-    return options | _BACKWARD if operator == "attention_backward" else options
+def _refuse_unused(operator: str, given: dict[str, Any]) -> None:
+    """What the operator's function in onchip.ops has no argument for."""
+    arguments = set(inspect.signature(getattr(onchip.ops, operator)).parameters)
+    refuse_unused(
+        "explain",
+        operator,
+        {
+            p.name: (given[p.name], p.default)
+            for p in parameters(explain)
+            if p.name not in _EVERYWHERE and _SPELLED.get(p.name, p.name) not in arguments
+        },
+    )
 
 
 def _pairs(name: str, text: str | None) -> Iterable[tuple[str, str]]:
@@ -125,99 +120,151 @@ def _option(text: str) -> Any:
     return text
 
 
-def _explain_other(
-    operator: str, shapes: _Shapes, arrays: str | None, options: str | None, backend: str | None
-) -> str:
-    """By the names of its function in onchip.ops; an array given twice is one in parts."""
-    given: dict[str, Any] = {}
+def _named(shapes: _Shapes, arrays: str | None, options: str | None) -> dict[str, Any]:
+    """Arguments by their names in onchip.ops; an array given twice is one in parts."""
+    found: dict[str, Any] = {}
     for name, value in _pairs("arrays", arrays):
         shape, _, own = value.partition(":")
         # States are kept in float32.
         default = shapes.lse_dtype if name.endswith("state") else shapes.dtype
         spec = shapes.parse(name, shape, _DTYPES.get(own, own) or default)
-        before = given.get(name)
+        before = found.get(name)
         if before is None:
-            given[name] = spec
+            found[name] = spec
         else:
             parts = (before,) if isinstance(before, onchip.ArraySpec) else before
-            given[name] = (*parts, spec)
-    given |= {name: _option(value) for name, value in _pairs("options", options)}
+            found[name] = (*parts, spec)
+    return found | {name: _option(value) for name, value in _pairs("options", options)}
+
+
+def _explained(operator: str, arguments: dict[str, Any]) -> str:
     try:
-        return onchip.explain(operator, **given, backend=backend)
+        return onchip.explain(operator, **arguments)
     except TypeError as error:
         raise InvalidArgument(f"explain: {operator}: {error}") from None
+
+
+def _explain_other(
+    operator: str, shapes: _Shapes, named: dict[str, Any], given: dict[str, Any]
+) -> str:
+    """An operator without flags of its own: those whose names it has, k as q and v as k where they
+    are missing, and the gradient of a result as v."""
+    takes = inspect.signature(getattr(onchip.ops, operator)).parameters
+    arguments = {
+        p.name: given[p.name]
+        for p in parameters(explain)
+        if p.name in takes and given[p.name] != p.default
+    }
+    for name in arguments.keys() & {"cu_seqlens", "seqlens"}:
+        arguments[name] = _integers(name, arguments[name])
+    for name in arguments.keys() & {"q", "k", "v", "bias"}:
+        arguments[name] = shapes.parse(name, arguments[name])
+    arguments |= named
+    for name, other in (("k", "q"), ("v", "k"), ("d_o", "v")):
+        if name in takes and other in arguments:
+            arguments.setdefault(name, arguments[other])
+    return _explained(operator, arguments)
 
 
 def explain(
     operator: Annotated[str, "a function of onchip.ops"],
     *,
-    q: Annotated[str | None, "shape of q: batch,seqlen_q,heads,dim, or total,heads,dim"] = None,
-    k: Annotated[str | None, "shape of k; absent: as q"] = None,
-    v: Annotated[str | None, "shape of v; absent: as k"] = None,
-    o1: Annotated[str | None, "merge: shape of each part"] = None,
+    q: Annotated[str | None, "batch,seqlen_q,heads,dim, or total,heads,dim", "SHAPE"] = None,
+    k: Annotated[str | None, "absent: as q", "SHAPE"] = None,
+    v: Annotated[str | None, "absent: as k", "SHAPE"] = None,
+    o1: Annotated[str | None, "merge: of each part", "SHAPE"] = None,
     d_lse: Annotated[bool, "backward: with a gradient of lse"] = False,
-    k_cache: Annotated[str | None, "decode: slots,capacity,heads,dim, or pages,page,.."] = None,
-    v_cache: Annotated[str | None, "decode: absent: as k_cache"] = None,
-    cache_seqlens: Annotated[str | None, "decode: values, lengths before the call"] = None,
-    k_new: Annotated[str | None, "decode: shape of what is appended"] = None,
-    v_new: Annotated[str | None, "decode: absent: as k_new with v_cache's dim"] = None,
-    page_table: Annotated[int | None, "decode: with a table of so many pages a sequence"] = None,
-    cache_slot: Annotated[str | None, "decode: values, -1 to skip"] = None,
-    rotary_dim: Annotated[int | None, "decode: with rotation of so many channels"] = None,
+    k_cache: Annotated[
+        str | None, "decode: slots,capacity,heads,dim, or pages,page_size,heads,dim", "SHAPE"
+    ] = None,
+    v_cache: Annotated[str | None, "decode: absent: as k_cache", "SHAPE"] = None,
+    cache_seqlens: Annotated[str | None, "decode: lengths before the call", "N,N,.."] = None,
+    k_new: Annotated[str | None, "decode: of what is appended", "SHAPE"] = None,
+    v_new: Annotated[str | None, "decode: absent: as k_new with v_cache's dim", "SHAPE"] = None,
+    page_table: Annotated[
+        int | None, "decode: with a table of so many pages a sequence", "N"
+    ] = None,
+    cache_slot: Annotated[str | None, "decode: slots, -1 to skip", "N,N,.."] = None,
+    rotary_dim: Annotated[int | None, "decode: with rotation of so many channels", "N"] = None,
     rotary_interleaved: Annotated[bool, "decode: pairs of neighbours"] = False,
     q_positions: Annotated[bool, "decode: with positions of the queries"] = False,
-    arrays: Annotated[str | None, "linear: as 'q=2,64,4,16 ..', or name=shape:dtype"] = None,
-    options: Annotated[str | None, "linear: as 'state_layout=vk chunk_len=64'"] = None,
-    dtype: Annotated[str, "float64 float32 float16 bfloat16, or fp64 fp32 fp16 bf16"] = "float32",
-    device: Annotated[str, "cpu, cuda or cuda:N"] = "cpu",
-    scale: Annotated[float | None, "of q.k; absent: head_dim_qk ** -0.5"] = None,
+    arrays: Annotated[
+        str | None,
+        "any array by its name in onchip.ops: 'beta=2,64,8 log_decay=2,64,8:fp32'; a name given "
+        "twice is a tuple",
+        "'NAME=SHAPE[:DTYPE] ..'",
+    ] = None,
+    options: Annotated[
+        str | None,
+        "any other argument by its name in onchip.ops: 'state_layout=vk chunk_len=64'",
+        "'NAME=VALUE ..'",
+    ] = None,
+    dtype: Annotated[
+        str, "of arrays: fp64, fp32, fp16, bf16, or as float64; absent: fp32", "DTYPE"
+    ] = "float32",
+    device: Annotated[str, "cpu, cuda or cuda:N", "DEVICE"] = "cpu",
+    scale: Annotated[float | None, "absent: head_dim ** -0.5, or the operator's own", "X"] = None,
     causal: Annotated[bool, "query i sees keys j <= i + off"] = False,
-    alignment: Annotated[str, "bottom_right or top_left"] = "bottom_right",
-    window_left: Annotated[int, "-1: no bound"] = -1,
-    window_right: Annotated[int, "-1: no bound"] = -1,
-    softcap: Annotated[float, "0: none"] = 0.0,
-    bias: Annotated[str | None, "shape of bias"] = None,
-    mask: Annotated[str | None, "shape of mask"] = None,
-    alibi_slopes: Annotated[str | None, "shape of alibi_slopes"] = None,
+    alignment: Annotated[str, "bottom_right or top_left", "WORD"] = "bottom_right",
+    window_left: Annotated[int, "keys back; -1: no bound", "N"] = -1,
+    window_right: Annotated[int, "keys ahead; -1: no bound", "N"] = -1,
+    softcap: Annotated[float, "0: none", "X"] = 0.0,
+    bias: Annotated[str | None, "with a bias", "SHAPE"] = None,
+    mask: Annotated[str | None, "with a boolean mask", "SHAPE"] = None,
+    alibi_slopes: Annotated[str | None, "with slopes", "SHAPE"] = None,
     segment_ids: Annotated[bool, "with q_segment_ids and kv_segment_ids"] = False,
     sink: Annotated[bool, "with a sink"] = False,
-    dropout_p: Annotated[float, "in [0, 1)"] = 0.0,
-    cu_seqlens_q: Annotated[str | None, "values, e.g. 0,100,300"] = None,
-    cu_seqlens_kv: Annotated[str | None, "values"] = None,
-    seqlens_q: Annotated[str | None, "values"] = None,
-    seqlens_kv: Annotated[str | None, "values"] = None,
-    max_seqlen_q: Annotated[int | None, "a hint"] = None,
-    max_seqlen_kv: Annotated[int | None, "a hint"] = None,
-    precision: Annotated[str | None, "tf32"] = None,
+    dropout_p: Annotated[float, "in [0, 1)", "X"] = 0.0,
+    cu_seqlens_q: Annotated[str | None, "where packed sequences start: 0,100,300", "N,N,.."] = None,
+    cu_seqlens_kv: Annotated[str | None, "absent: as of q", "N,N,.."] = None,
+    cu_seqlens: Annotated[
+        str | None, "linear: where packed sequences start: 0,100,300", "N,N,.."
+    ] = None,
+    seqlens_q: Annotated[str | None, "rows in use of each sequence", "N,N,.."] = None,
+    seqlens_kv: Annotated[str | None, "absent: as of q", "N,N,.."] = None,
+    seqlens: Annotated[str | None, "linear: rows in use of each sequence", "N,N,.."] = None,
+    max_seqlen_q: Annotated[int | None, "a hint", "N"] = None,
+    max_seqlen_kv: Annotated[int | None, "a hint", "N"] = None,
+    precision: Annotated[str | None, "tf32", "WORD"] = None,
     deterministic: Annotated[bool, "backward bitwise repeatable"] = False,
     batch_invariant: Annotated[bool, "bits do not depend on the rest of the call"] = False,
     check: Annotated[bool, "validate values on a GPU too"] = False,
-    backend: Annotated[str | None, "force one by name"] = None,
+    backend: Annotated[str | None, "force one by name", "NAME"] = None,
 ) -> str:
     """Which backend would take a call given by its shapes, and why each other one would not.
 
+    Each operator takes the flags whose names its function in onchip.ops has, and everything else by
+    --arrays and --options.
+
     onchip explain attention_forward --dtype bf16 --q 2,1024,16,128 --k 2,1024,4,128 --causal
 
-    onchip explain retention_forward --arrays "q=2,64,4,16 k=2,64,4,16 v=2,64,8,32"
+    onchip explain gated_delta_rule_forward --q 2,64,4,16 --v 2,64,8,32 --arrays
+    "log_decay=2,64,8 beta=2,64,8"
     """
     given = locals()
     if operator not in onchip.ops.__all__:
         return onchip.explain(operator)  # refuses the name
-    taken = _taken(operator)
-    refuse_unused(
-        "explain",
-        operator,
-        {p.name: (given[p.name], p.default) for p in parameters(explain) if p.name not in taken},
-    )
+    _refuse_unused(operator, given)
     shapes = _Shapes(dtype, device)
-    if operator == "merge":
-        part = shapes.required("o1", o1, "the shape of a part")
-        lse = shapes.lse_of(part)
-        return onchip.explain("merge", part, lse, part, lse, backend=backend)
+    named = _named(shapes, arrays, options)
     if operator not in _WITH_FLAGS:
-        return _explain_other(operator, shapes, arrays, options, backend)
-    q_spec = shapes.required("q", q, "its shape")
-    flags: dict[str, Any] = {
+        return _explain_other(operator, shapes, named, given)
+
+    def array(name: str, wanted: str | None = "its shape", default: Any = None) -> Any:
+        """By its flag, or in --arrays; required unless `wanted` is None."""
+        spec = named.get(name) or shapes.parse(name, given[name])
+        if spec is None and wanted is not None:
+            raise InvalidArgument(f"explain: {name}: got nothing, wanted {wanted}")
+        return spec or default
+
+    if operator == "merge":
+        part = array("o1", "the shape of a part")
+        lse = shapes.lse_of(part)
+        arguments = {"o1": part, "lse1": lse, "o2": part, "lse2": lse, "backend": backend}
+        return _explained(operator, arguments | named)
+    q_spec = array("q")
+    arguments = {
+        "q": q_spec,
         "scale": scale,
         "causal": causal,
         "alignment": alignment,
@@ -244,43 +291,48 @@ def explain(
         lengths = _integers("cache_seqlens", cache_seqlens)
         if lengths is None:
             raise InvalidArgument("explain: cache_seqlens: got nothing, wanted the lengths")
-        k_spec = shapes.required("k_cache", k_cache, "its shape")
-        v_spec = shapes.parse("v_cache", v_cache) or k_spec
-        new = shapes.parse("k_new", k_new)
-        new_v = shapes.parse("v_new", v_new)
+        k_spec = array("k_cache")
+        v_spec = array("v_cache", None, k_spec)
+        new = array("k_new", None)
+        new_v = array("v_new", None)
         if new is not None and new_v is None:
             new_v = shapes.of(new.shape[:-1] + v_spec.shape[-1:])
         rows = k_spec.shape[0] * k_spec.shape[1] if len(k_spec.shape) > 1 else 0
         if rotary_dim is not None:
             # As many positions as the cache has rows, and one for each query.
             table = shapes.of((rows + max(q_spec.shape), rotary_dim // 2))
-            flags |= {"rotary_cos": table, "rotary_sin": table}
+            arguments |= {"rotary_cos": table, "rotary_sin": table}
         appended = 0 if new is None else new.shape[0 if len(new.shape) == 3 else 1]
         longest = max(lengths, default=0) + appended
         if segment_ids:
-            flags["kv_segment_ids"] = shapes.of((len(lengths), longest), "int32")
+            arguments["kv_segment_ids"] = shapes.of((len(lengths), longest), "int32")
         if page_table is not None:
-            flags["page_table"] = shapes.pages(
+            arguments["page_table"] = shapes.pages(
                 page_table, [length + appended for length in lengths], k_spec.shape[1]
             )
-        return onchip.explain(
-            *(operator, q_spec, k_spec, v_spec),
-            cache_seqlens=shapes.indices(lengths),
-            k_new=new,
-            v_new=new_v,
-            cache_slot=shapes.indices(_integers("cache_slot", cache_slot)),
-            rotary_interleaved=rotary_interleaved,
-            q_positions=shapes.zeros(q_spec.shape[:-2]) if q_positions else None,
-            **flags,
-        )
-    k_spec = shapes.parse("k", k) or q_spec
-    inputs = [q_spec, k_spec, shapes.parse("v", v) or k_spec]
+        arguments |= {
+            "k_cache": k_spec,
+            "v_cache": v_spec,
+            "cache_seqlens": shapes.indices(lengths),
+            "k_new": new,
+            "v_new": new_v,
+            "cache_slot": shapes.indices(_integers("cache_slot", cache_slot)),
+            "rotary_interleaved": rotary_interleaved,
+            "q_positions": shapes.zeros(q_spec.shape[:-2]) if q_positions else None,
+        }
+        return _explained(operator, arguments | named)
+    k_spec = array("k", None, q_spec)
+    v_spec = array("v", None, k_spec)
     if segment_ids:
-        flags["kv_segment_ids"] = shapes.of(k_spec.shape[:-2], "int32")
+        arguments["kv_segment_ids"] = shapes.of(k_spec.shape[:-2], "int32")
     if operator == "attention_backward":
-        o = shapes.of(q_spec.shape[:-1] + inputs[2].shape[-1:])
+        o = shapes.of(q_spec.shape[:-1] + v_spec.shape[-1:])
         lse = shapes.lse_of(o)
-        inputs = [o, *inputs, o, lse]
-        flags["d_lse"] = lse if d_lse else None
-    rng = (0, 0) if dropout_p else None
-    return onchip.explain(operator, *inputs, **flags, dropout_p=dropout_p, dropout_rng=rng)
+        arguments |= {"d_o": o, "o": o, "lse": lse, "d_lse": lse if d_lse else None}
+    arguments |= {
+        "k": k_spec,
+        "v": v_spec,
+        "dropout_p": dropout_p,
+        "dropout_rng": (0, 0) if dropout_p else None,
+    }
+    return _explained(operator, arguments | named)

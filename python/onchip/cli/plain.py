@@ -1,6 +1,7 @@
 """The command line with the standard library alone."""
 
 import argparse
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def _add(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
             type=parameter.type,
             default=parameter.default,
             help=text,
-            metavar=parameter.type.__name__.upper(),
+            metavar=parameter.metavar,
         )
 
 
@@ -33,7 +34,7 @@ def run(commands: Sequence[Command], words: Sequence[str]) -> int:
     parser.add_argument("--version", action="version", version=f"onchip {onchip.__version__}")
     names = parser.add_subparsers(required=True, metavar="command")
     for command in commands:
-        text = command.__doc__ or ""
+        text = inspect.getdoc(command) or ""
         one = names.add_parser(
             command.__name__,
             help=text.partition("\n")[0],

@@ -1,8 +1,9 @@
-"""What long work shows on stderr while it runs: a bar by rich on a terminal, else a line now and
-then."""
+"""What long work shows on stderr while it runs, also inside a long step: a bar by rich on a
+terminal, else a line now and then. Both say for how long the step has run."""
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,34 +17,43 @@ Show = Callable[[float, str], None]
 def progress(title: str, total: float) -> Iterator[Show]:
     if sys.stderr.isatty():
         try:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                Progress,
-                TaskProgressColumn,
-                TextColumn,
-                TimeElapsedColumn,
-            )
+            from onchip.cli.bar import bar
         except ImportError:
             pass
         else:
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                TaskProgressColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[note]}", markup=False),
-            )
-            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task(title, total=total, note="")
-                yield lambda done, note: bar.update(task, completed=done, note=note)
+            with bar(title, total) as show:
+                yield show
             return
-    last = time.monotonic()
+    with _lines(title, total) as show:
+        yield show
+
+
+@contextlib.contextmanager
+def _lines(title: str, total: float) -> Iterator[Show]:
+    ended = threading.Event()
+    # What came last, and when; replaced as a whole, since another thread reads it.
+    latest: tuple[float, str, float] | None = None
 
     def show(done: float, note: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            print(f"{title}: {100 * done / total:.0f} %, {note}", file=sys.stderr, flush=True)
+        nonlocal latest
+        latest = (done, note, time.monotonic())
 
-    yield show
+    def write() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_LINES):
+            if latest is None:
+                continue
+            done, note, since = latest
+            seconds = time.monotonic() - since
+            print(
+                f"{title}: {100 * done / total:.0f} %, {note} ({seconds:.0f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield show
+    finally:
+        ended.set()
+        writer.join()

@@ -19,6 +19,7 @@ class Parameter(NamedTuple):
     type: type  # str, int, float or bool
     default: Any  # inspect.Parameter.empty: required
     help: str
+    metavar: str  # what stands for the value in the help
     positional: bool
 
     @property
@@ -31,14 +32,18 @@ class Parameter(NamedTuple):
 
 
 def parameters(command: Command) -> list[Parameter]:
-    """Each is `name: Annotated[T, "help"]` or `name: Annotated[T | None, "help"] = None`."""
+    """Each is `name: Annotated[T, "help"]` or `name: Annotated[T | None, "help"] = None`; what
+    stands for its value in the help may follow the help, and is the type's name otherwise."""
     hints = typing.get_type_hints(command, include_extras=True)
     found = []
     for parameter in inspect.signature(command).parameters.values():
-        annotated, text = typing.get_args(hints[parameter.name])
+        annotated, text, *words = typing.get_args(hints[parameter.name])
         choices = [t for t in typing.get_args(annotated) or (annotated,) if t is not type(None)]
+        metavar = words[0] if words else choices[0].__name__.upper()
         positional = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
-        found.append(Parameter(parameter.name, choices[0], parameter.default, text, positional))
+        found.append(
+            Parameter(parameter.name, choices[0], parameter.default, text, metavar, positional)
+        )
     return found
 
 

@@ -13,8 +13,9 @@ import numpy as np
 
 import onchip
 from onchip import _kinds
-from onchip._text import aligned
+from onchip._text import aligned, nearest
 from onchip.cli.progress import progress
+from onchip.cli.settings import refuse_wrong_settings
 from onchip.cli.signature import Failure
 from onchip.errors import InvalidArgument, Unsupported
 from onchip.oracle import cases, compare, decode_cases, linear_cases, linear_compare
@@ -230,10 +231,13 @@ def _problem(row: dict[str, Any]) -> str | None:
     return None if torch.cuda.is_available() else "this torch does not see the GPU"
 
 
-def _chosen_backends(backend: str | None) -> list[str]:
+def _chosen_backends(backend: str | None) -> tuple[list[str], dict[str, str]]:
+    """The backends to call, and of those that nobody asked for by name why they are left out."""
     problems = {row["name"]: _problem(row) for row in onchip.describe()["backends"]}
     if backend is None:
-        return [name for name, problem in problems.items() if problem is None]
+        refuse_wrong_settings("verify")
+        left_out = {name: problem for name, problem in problems.items() if problem is not None}
+        return [name for name in problems if name not in left_out], left_out
     if backend not in problems:
         raise InvalidArgument(
             f"verify: backend: got {backend!r}, wanted one of {', '.join(problems)}"
@@ -241,7 +245,7 @@ def _chosen_backends(backend: str | None) -> list[str]:
     problem = problems[backend]
     if problem is not None:
         raise Unsupported(f"verify: backend: {backend}: {problem}")
-    return [backend]
+    return [backend], {}
 
 
 # ---- the run ------------------------------------------------------------------------------------
@@ -272,6 +276,7 @@ class Run:
     count: int | None
     seconds: float | None
     longest: int | None
+    left_out: dict[str, str]
 
     def seeds(self) -> Iterator[tuple[int, float]]:
         """The seed of each case, and how much of the run lies before it, in [0, 1]."""
@@ -348,6 +353,8 @@ def _report(run: Run, rows: dict[tuple[str, str], Row]) -> str:
         text += "".join(row.failures[:1])
         if len(row.failures) > 1:
             text += f"  and {len(row.failures) - 1} more\n"
+    for backend, problem in run.left_out.items():
+        text += f"not verified: {backend}: {problem}\n"
     return text + f"seed {run.seed}\n"
 
 
@@ -363,6 +370,7 @@ def run_verify(
     if operator != "all" and operator not in SUBJECTS:
         raise InvalidArgument(
             f"verify: operator: got {operator!r}, wanted all, {', '.join(SUBJECTS)}"
+            + nearest(operator, SUBJECTS)
         )
     if dtype is not None and dtype not in DTYPES:
         raise InvalidArgument(f"verify: dtype: got {dtype!r}, wanted {', '.join(DTYPES)}")
@@ -373,14 +381,16 @@ def run_verify(
             raise InvalidArgument(f"verify: {name}: got {value}, wanted more than 0")
     if count is None and seconds is None:
         count = _DEFAULT_COUNT
+    backends, left_out = _chosen_backends(backend)
     run = Run(
         operators=list(SUBJECTS) if operator == "all" else [operator],
-        backends=_chosen_backends(backend),
+        backends=backends,
         dtype=dtype,
         seed=secrets.randbelow(_SEEDS) if seed is None else seed,
         count=count,
         seconds=seconds,
         longest=longest,
+        left_out=left_out,
     )
     rows = run.all()
     text = _report(run, rows)
