@@ -572,7 +572,7 @@ def phase_repeat():
     import torch
 
     failures, count = [], 0
-    # Split, 128 full: a last wave of 12 tiles, and one tile in as many parts as there can be.
+    # Split, 128 full: a last wave of 12 tiles, and a single tile, in eight parts.
     shapes = [(dim, causal, 2, 6, 1536, 1536) for dim in (64, 128) for causal in (False, True)]
     shapes.append((128, False, 1, 1, 64, 4096))
     for dim, causal, batch, heads, rows, keys in shapes:
