@@ -329,6 +329,82 @@ def test_work_counter(run, blocks):
             assert counter.read()[0] == 0, repeat
 
 
+def parts_of_tiles(rng, n, parts):
+    """[tile][part][n + 4][thread]: accumulators, then maxima and sums of a thread's two rows. Some
+    parts of a row have seen no key; in the first tile, rows of threads 0 to 31 have none at all."""
+    given = rng.standard_normal((SPLIT_TILES, parts, n + 4, 128)).astype(np.float32)
+    maxima, sums = given[:, :, n : n + 2], given[:, :, n + 2 :]
+    maxima *= 40
+    sums[...] = rng.uniform(0.5, 200, sums.shape)
+    if parts > 1:
+        maxima[rng.random(maxima.shape) < 0.3] = -np.inf
+    maxima[0, :, :, :32] = -np.inf
+    return given
+
+
+def combined(given, n, c):
+    """In double precision; and the sum of what is added up, each without its sign."""
+    o, maxima, sums = np.split(given.astype(np.float64), (n, n + 2), axis=2)
+    top = maxima.max(1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # -inf - -inf, which is not looked at
+        factor = np.where(maxima == -np.inf, 0, np.exp2((maxima - top) * c))
+    of_element = factor[:, :, np.arange(n) // 2 % 2]
+    made = [(of_element * o).sum(1), top[:, 0], (factor * sums).sum(1)]
+    size = [(of_element * abs(o)).sum(1), np.zeros_like(top[:, 0]), (factor * sums).sum(1)]
+    return np.concatenate(made, 1), np.concatenate(size, 1)
+
+
+SPLIT_TILES = 3
+
+
+@pytest.mark.parametrize("n", [32, 64])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_parts_of_a_tile(run, parts, n):
+    """Whoever comes last, the bits are the same: those of the parts added up in their order. The
+    words that are counted in hold anything, also what the same launch has left in them."""
+    rng = np.random.default_rng(7)
+    c = np.float32(0.18)
+    given = parts_of_tiles(rng, n, parts)
+    wanted, size = combined(given, n, float(c))
+    in_buffer = driver_buffer(run, given)
+    count = SPLIT_TILES * parts
+    first = None
+    for launch in (int(rng.integers(2**62)) * 2, 0, 2**64 - 2):
+        for before in (0x123456789ABCDEF, launch - 1, launch + parts, launch + parts + 1):
+            word = np.uint64(before % 2**64)
+            arrived = driver_buffer(run, np.full(SPLIT_TILES, word, np.uint64))
+            slots = driver_buffer(run, np.full_like(given, np.nan))
+            for order in (np.arange(count), np.arange(count)[::-1], rng.permutation(count)):
+                *_, out, last = run(
+                    f"combine_parts_of_{n}",
+                    order.astype(np.int32),
+                    parts,
+                    ctypes.c_uint64(launch),
+                    float(c),
+                    in_buffer,
+                    slots,
+                    arrived,
+                    np.full_like(given[:, 0], np.nan),
+                    np.zeros(SPLIT_TILES, np.int32),
+                    blocks=count,
+                )
+                assert last.tolist() == [1] * SPLIT_TILES
+                assert (arrived.read() == np.uint64((launch + parts) % 2**64)).all()
+                first = out if first is None else first
+                np.testing.assert_array_equal(out.view(np.uint32), first.view(np.uint32))
+    np.testing.assert_array_equal(first[:, n : n + 2], wanted[:, n : n + 2])
+    added = [*range(n), n + 2, n + 3]
+    error = abs(first[:, added].astype(np.float64) - wanted[:, added])
+    assert (error <= 5e-6 * size[:, added]).all()
+    assert (first[0][added, :32] == 0).all()
+    if parts == 1:  # unchanged
+        live = given[:, 0, n : n + 2] != -np.inf
+        for i in range(n):
+            same = first[:, i] == given[:, 0, i]
+            assert same[live[:, i // 2 % 2]].all()
+        assert (first[:, n + 2 :] == given[:, 0, n + 2 :])[live].all()
+
+
 class PackedBatch(ctypes.Structure):
     _fields_ = [
         ("cu_seqlens_q", ctypes.c_uint64),

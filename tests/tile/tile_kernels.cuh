@@ -5,6 +5,7 @@
 #include "gpu/tile/online_softmax.cuh"
 #include "gpu/tile/pipeline.cuh"
 #include "gpu/tile/sequences.cuh"
+#include "gpu/tile/split_softmax.cuh"
 #include "gpu/tile/tma.cuh"
 #include "gpu/tile/wgmma.cuh"
 #include "gpu/tile/work_counter.cuh"
@@ -330,6 +331,42 @@ __device__ void online_softmax(const float* scores, const int* limits, int block
   }
 ONCHIP_ONLINE_SOFTMAX(online_softmax_of, false)
 ONCHIP_ONLINE_SOFTMAX(online_softmax_by_vote, true)
+
+// Block b is a warpgroup with part order[b] % parts of tile order[b] / parts: in[order[b]], n + 4
+// planes of a float a thread (accumulator, maxima, sums). The one that finds itself the last of a
+// tile writes out[tile] likewise, and is counted in last[tile].
+template <int n>
+__device__ void combine(const int* order, int parts, u64 launch, float c, const float* in,
+                        float* slots, u64* arrived, float* out, int* last) {
+  constexpr i64 kSlot = 128 * (n + 4);
+  const int number = order[blockIdx.x], tile = number / parts;
+  const float* from = in + number * kSlot + threadIdx.x;
+  float o[n], maximum[2], sum[2];
+  for (int i = 0; i < n; ++i) o[i] = from[128 * i];
+  for (int r = 0; r < 2; ++r) {
+    maximum[r] = from[128 * (n + r)];
+    sum[r] = from[128 * (n + 2 + r)];
+  }
+  const SplitOutput split = {slots + tile * parts * kSlot, kSlot, number % parts, parts,
+                             arrived + tile};
+  if (!combine_parts(split, launch, 1, threadIdx.x, c, o, maximum, sum)) return;
+  float* to = out + tile * kSlot + threadIdx.x;
+  for (int i = 0; i < n; ++i) to[128 * i] = o[i];
+  for (int r = 0; r < 2; ++r) {
+    to[128 * (n + r)] = maximum[r];
+    to[128 * (n + 2 + r)] = sum[r];
+  }
+  if (threadIdx.x == 0) atomicAdd(last + tile, 1);
+}
+
+#define ONCHIP_COMBINE(n)                                                                     \
+  extern "C" __global__ void __launch_bounds__(128)                                           \
+      combine_parts_of_##n(const int* order, int parts, u64 launch, float c, const float* in, \
+                           float* slots, u64* arrived, float* out, int* last) {               \
+    combine<n>(order, parts, launch, c, in, slots, arrived, out, last);                       \
+  }
+ONCHIP_COMBINE(32)
+ONCHIP_COMBINE(64)
 
 // Tile t of a packed batch for t = 0, step, 2 step ..: {slot, rest, q_begin, q_slot, kv_begin,
 // kv_length}, or slot -1 past the end. One warp.
