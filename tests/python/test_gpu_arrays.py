@@ -171,6 +171,50 @@ def test_graph_replays_with_changed_inputs(attention, packed, dtype):
         same(results, attention(2 * q, k, v, **options, return_lse=True))
 
 
+def workspace_bytes(tensors, **options):
+    stream = torch.cuda.current_stream().cuda_stream
+    views = {
+        name: onchip._native.tensor("attention_forward", name, x, None, name == "o", stream)
+        for name, x in tensors.items()
+    }
+    call = onchip._native.Call("attention_forward", views | options | {"backend": gpu.BACKEND})
+    call.plan()
+    return call.workspace_bytes
+
+
+@pytest.mark.parametrize("shape", [(2, 130, 2100, 4), (1, 64, 4096, 1)], ids=str)
+def test_graph_replays_with_tiles_shared_out_by_keys(attention, shape):
+    """A replay counts the parts of a tile in words that the one before has left, under the same
+    number of a launch."""
+    batch, rows, keys, heads = shape
+    q, k, v = (
+        torch.empty(batch, n, heads, 128, dtype=torch.bfloat16, device="cuda").normal_()
+        for n in (rows, keys, keys)
+    )
+    tensors = dict(q=q, k=k, v=v, o=torch.empty_like(q))
+    parts = workspace_bytes(tensors) - workspace_bytes(tensors, batch_invariant=True)
+    assert parts > 4 * batch * rows * heads * 128  # O in fp32, of two parts a tile or more
+    attention(q, k, v)  # loads the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attention(2 * q, k, v, return_lse=True)
+    for _ in range(100):
+        for x in (q, k, v):
+            x.normal_()
+        for x in results:
+            x.fill_(float("nan"))
+        graph.replay()
+        same(results, attention(2 * q, k, v, return_lse=True))
+    wanted = [x.clone() for x in results]
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        graph.replay()
+        for a, b in zip(results, wanted, strict=True):
+            differing += (a != b).sum()
+    assert int(differing) == 0
+
+
 def test_a_captured_call_may_be_the_first_of_its_kernel():
     """In a process of its own, where nothing is loaded yet."""
     import subprocess
