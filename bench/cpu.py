@@ -92,7 +92,7 @@ def _backward(case: Case) -> Wanted:
     return Wanted(share=0.6, ratio=1.25 if case.causal else 1.0)
 
 
-_LINEAR = ("simple_gla", "delta_rule")
+_LINEAR = ("simple_gla", "delta_rule", "kda")
 
 ROWS = [
     Row("C-fwd fp32", _attention("fwd", "fp32", (1024, 4096, 16384)), _forward),

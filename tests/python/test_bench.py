@@ -77,6 +77,12 @@ def test_other_names_are_refused(name):
             (16 * 128 * 64 + 128 * (6 * 128 + 5 * 64) + 2 * 64**2 / 3) * 2 * 64,
             64 * (4 * (4 * 2 * 128 + 3 * 2 * 64) + 4 * 2 * 2 * 2),
         ),
+        # A decay each channel.
+        (
+            "linear/fwd/bf16/h2d128/kda/b1s64",
+            (6 * 128**2 + 4 * 64 * 256 + 2 * 64**2 / 3) * 2 * 64,
+            64 * (2 * 4 * 2 * 128 + 4 * 2 * (128 + 1)),
+        ),
     ],
 )
 def test_what_a_case_costs(name, flops, tensor_bytes):
@@ -283,7 +289,8 @@ def recurrence(q, k, v, log_decay=None, beta=None):
     o, state = np.empty(v.shape), np.zeros((batch, heads, dim, v.shape[-1]))
     for t in range(tokens):
         if log_decay is not None:
-            state = state * np.exp(log_decay[:, t])[..., None, None]
+            decay = np.exp(log_decay[:, t])
+            state = state * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])
         row = v[:, t]
         if beta is not None:
             erased = np.einsum("bhd,bhdv->bhv", k[:, t], state)

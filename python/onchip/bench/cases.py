@@ -13,6 +13,7 @@ Without `h<heads>` there are 2048 / head_dim heads, without `b<batch>` 16,384 / 
 the convention of published attention figures. Without `k<heads>` there are as many key heads.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,10 @@ LINEAR_GATES = {
     "simple_gla": ("log_decay",),
     "delta_rule": ("beta",),
     "gated_delta_rule": ("log_decay", "beta"),
+    "gla": ("log_decay",),
+    "kda": ("log_decay", "beta"),
 }
+_CHANNEL_DECAYS = ("gla", "kda")
 _LINEAR = re.compile(
     rf"linear/(?P<phase>{'|'.join(PHASES)})/{_DTYPE}/{_DIMS}(v(?P<dim_v>[1-9]\d*))?"
     rf"/(?P<operator>{'|'.join(LINEAR_GATES)})/{_LENGTHS}"
@@ -225,6 +229,16 @@ class LinearCase(_Case):
     def gates(self) -> tuple[str, ...]:
         return LINEAR_GATES[self.operator]
 
+    def gate_shape(self, gate: str) -> tuple[int, ...]:
+        rows = (self.batch, self.seqlen, self.num_heads)
+        by_channel = gate == "log_decay" and self.operator in _CHANNEL_DECAYS
+        return (*rows, self.head_dim) if by_channel else rows
+
+    @property
+    def gate_bytes(self) -> int:
+        """Of all gates; they are fp32."""
+        return 4 * sum(math.prod(self.gate_shape(gate)) for gate in self.gates)
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Of queries and keys."""
@@ -250,12 +264,11 @@ class LinearCase(_Case):
 
     @property
     def tensor_bytes(self) -> int:
-        """Inputs read and results written, once each; gates are fp32."""
+        """Inputs read and results written, once each."""
         # Forward q, k and v, o; backward q, k, dq, dk and v, d_o, dv.
         keys, values, gates = {"fwd": (2, 2, 1), "bwd": (4, 3, 2), "fwdbwd": (6, 5, 3)}[self.phase]
         row = keys * self.num_heads_kv * self.head_dim + values * self.num_heads * self.head_dim_v
-        gate_bytes = 4 * gates * len(self.gates) * self.num_heads
-        return self.batch * self.seqlen * (row * self.element_bytes + gate_bytes)
+        return self.batch * self.seqlen * row * self.element_bytes + gates * self.gate_bytes
 
     def small(self, seqlen: int) -> "LinearCase":
         return replace(self, seqlen=min(self.seqlen, seqlen), batch=1)

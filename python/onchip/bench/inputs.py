@@ -61,17 +61,19 @@ def _draw_linear(rng: np.random.Generator, case: LinearCase, dtype: Any) -> Inpu
 
     k = normal(case.shape)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    rows = case.shape_v[:-1]
-    gates = {
-        "log_decay": -np.exp(rng.uniform(np.log(1e-3), np.log(0.1), rows)).astype(np.float32),
-        "beta": 1 / (1 + np.exp(-normal(rows))),
-    }
+
+    def gate(name: str) -> Array:
+        shape = case.gate_shape(name)
+        if name == "log_decay":
+            return -np.exp(rng.uniform(np.log(1e-3), np.log(0.1), shape)).astype(np.float32)
+        return 1 / (1 + np.exp(-normal(shape)))
+
     return Inputs(
         normal(case.shape).astype(dtype),
         k.astype(dtype),
         normal(case.shape_v).astype(dtype),
         None if case.phase == "fwd" else normal(case.shape_v).astype(dtype),
-        {name: gates[name] for name in case.gates},
+        {name: gate(name) for name in case.gates},
     )
 
 

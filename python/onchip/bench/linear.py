@@ -17,10 +17,9 @@ _GRADIENTS = ("dq", "dk", "dv")
 
 
 def _result_bytes(case: LinearCase) -> int:
-    rows = case.batch * case.seqlen
     o_bytes = case.element_bytes * math.prod(case.shape_v)
     gradient_bytes = 2 * case.element_bytes * math.prod(case.shape) + o_bytes
-    gradient_bytes += 4 * len(case.gates) * rows * case.num_heads
+    gradient_bytes += case.gate_bytes
     return {"bwd": gradient_bytes, "fwdbwd": o_bytes + gradient_bytes}.get(case.phase, o_bytes)
 
 
@@ -76,8 +75,10 @@ def prepare_onchip(case: LinearCase, inputs: Inputs, backend: str) -> Prepared:
 
 
 def chunked(q: Any, k: Any, v: Any, log_decay: Any = None, beta: Any = None) -> Any:
-    """o of the three operators, tensors [batch, T, heads, ..] of PyTorch, T a multiple of _CHUNK:
-    within a chunk everything is a product of matrices, from chunk to chunk a state is handed on."""
+    """o of an operator of LINEAR_GATES, tensors [batch, T, heads, ..] of PyTorch, T a multiple of
+    _CHUNK: within a chunk everything is a product of matrices, from chunk to chunk a state is
+    handed on. Where channels decay, keys are divided by their decay since the chunk's begin, which
+    takes decays as moderate as those of a case."""
     import torch
 
     batch, tokens, heads, dim = q.shape
@@ -87,18 +88,27 @@ def chunked(q: Any, k: Any, v: Any, log_decay: Any = None, beta: Any = None) -> 
         return x.transpose(1, 2).reshape(batch, heads, tokens // _CHUNK, _CHUNK, *x.shape[3:])
 
     q, k, v = chunks(q) * dim**-0.5, chunks(k), chunks(v)
-    rows = q.new_zeros(q.shape[:-1]) if log_decay is None else chunks(log_decay).cumsum(-1)
     later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    decay = (rows[..., :, None] - rows[..., None, :]).masked_fill(later, -torch.inf).exp()
-    scores = q @ k.mT * decay
-    q_in = q * rows.exp()[..., None]
-    k_out = k * (rows[..., -1:] - rows).exp()[..., None]
-    kept = rows[..., -1].exp()[..., None, None]
+    if log_decay is not None and log_decay.ndim == 4:
+        sums = chunks(log_decay).cumsum(-2)
+        decayed, k_back = sums.exp(), k * (-sums).exp()
+        scores = (q * decayed @ k_back.mT).masked_fill(later, 0.0)
+        pairs = k * decayed @ k_back.mT
+    else:
+        rows = q.new_zeros(q.shape[:-1]) if log_decay is None else chunks(log_decay).cumsum(-1)
+        decay = (rows[..., :, None] - rows[..., None, :]).masked_fill(later, -torch.inf).exp()
+        sums = rows[..., None]
+        decayed = sums.exp()
+        scores = q @ k.mT * decay
+        pairs = k @ k.mT * decay if beta is not None else None
+    q_in = q * decayed
+    k_out = k * (sums[..., -1:, :] - sums).exp()
+    kept = decayed[..., -1, :, None]
     erased = None
     if beta is not None:
         weight = chunks(beta)[..., None]
-        system = (weight * (k @ k.mT * decay)).tril(-1)
-        right = torch.cat([weight * v, weight * rows.exp()[..., None] * k], -1)
+        system = (weight * pairs).tril(-1)
+        right = torch.cat([weight * v, weight * decayed * k], -1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         v, erased = solved.split([v.shape[-1], dim], -1)
     state = q.new_zeros(batch, heads, dim, v.shape[-1])
