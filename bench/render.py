@@ -82,10 +82,11 @@ def performance_page(records: list[tuple[str, Record]]) -> str:
         "",
         "All implementations of a case run in one process, warm, in random order, round after",
         "round. FLOPs are 4 head_dim for each pair of a query and a key (half of them if causal),",
-        "2.5 times that for a backward pass, whatever an implementation computes. On a GPU a",
-        "figure is the median, the L2 cache overwritten before each call; on CPUs the best sample;",
-        "`of peak` is its share of what the arithmetic of as many threads reached in the same run,",
-        "`of read bandwidth` that of reading memory.",
+        "2.5 times that for a backward pass; of linear attention, those of its chunked form with",
+        "chunks of 64 tokens: whatever an implementation computes. On a GPU a figure is the",
+        "median, the L2 cache overwritten before each call; on CPUs the best sample; `of peak` is",
+        "its share of what the arithmetic of as many threads reached in the same run, `of read",
+        "bandwidth` that of reading memory.",
         "",
     ]
     if not records:

@@ -113,10 +113,14 @@ def chunked(q: Any, k: Any, v: Any, log_decay: Any = None, beta: Any = None) -> 
         v, erased = solved.split([v.shape[-1], dim], -1)
     state = q.new_zeros(batch, heads, dim, v.shape[-1])
     parts = []
-    for n in range(q.shape[2]):
-        written = v[:, :, n] if erased is None else v[:, :, n] - erased[:, :, n] @ state
-        parts.append(q_in[:, :, n] @ state + scores[:, :, n] @ written)
-        state = kept[:, :, n] * state + k_out[:, :, n].mT @ written
+    # Unbound at once: the gradient of a chunk that is indexed would be a tensor of all chunks.
+    erased_of = [None] * q.shape[2] if erased is None else erased.unbind(2)
+    of_chunk = (x.unbind(2) for x in (q_in, k_out, v, scores, kept))
+    for q_n, k_n, written, scores_n, kept_n, erased_n in zip(*of_chunk, erased_of, strict=True):
+        if erased_n is not None:
+            written = written - erased_n @ state
+        parts.append(q_n @ state + scores_n @ written)
+        state = kept_n * state + k_n.mT @ written
     return torch.cat(parts, 2).transpose(1, 2)
 
 
