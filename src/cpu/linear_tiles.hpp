@@ -35,8 +35,10 @@ template <typename T>
 ONCHIP_INLINE Vec<T> power(Vec<T> x) {
   using S = Simd<T>;
   constexpr T kTooLarge = sizeof(T) == sizeof(float) ? T{128} : T{1024};
-  const Vec<T> limit = S::broadcast(kTooLarge);
-  return S::select(S::less_equal(limit, x), S::broadcast(kInfinity<T>), exp2<T>(x));
+  // exp2 has no exponent for these: its integers would overflow.
+  const auto too_large = S::less_equal(S::broadcast(kTooLarge), x);
+  return S::select(too_large, S::broadcast(kInfinity<T>),
+                   exp2<T>(S::select(too_large, Vec<T>{}, x)));
 }
 
 template <typename T>

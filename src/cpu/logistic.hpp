@@ -63,12 +63,9 @@ ONCHIP_INLINE Vec<T> softplus(Vec<T> x) {
 // both within 4 + 1.25 |x| ulp.
 template <typename T>
 ONCHIP_INLINE Vec<T> logistic(Vec<T> x, Vec<T>& slope) {
-  using S = Simd<T>;
-  const Vec<T> e = exp_minus_magnitude<T>(x);
-  const Vec<T> near_one = S::broadcast(T{1}) / (S::broadcast(T{1}) + e);
-  const Vec<T> near_zero = e * near_one;
-  slope = near_zero * near_one;
-  return S::select(S::less(x, Vec<T>{}), near_zero, near_one);
+  const Sigmoid<T> s = sigmoid_and_rest<T>(x);
+  slope = s.value * s.rest;
+  return s.value;
 }
 
 }  // namespace
