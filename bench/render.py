@@ -46,7 +46,44 @@ def _machine(record: Record) -> str:
     return ", ".join(parts)
 
 
-def _section(name: str, record: Record) -> list[str]:
+_NAMES = (
+    "A case's name says what is computed: `h16d128` is 16 heads with head_dim 128 (`h64k8`: 8 of",
+    "the keys), `full` and `causal` the mask, `b4s4096` 4 sequences of 4096 tokens each.",
+)
+_PIPE_USE = (
+    "`pipe use` is the share of a GPU's tensor cores that is busy, and does not depend on its",
+    "clock: FLOPs over 4096 a clock and multiprocessor in the clocks of the longest block.",
+)
+_OF_PEAK = (
+    "`of peak` is the share of what the CPU's arithmetic, on as many threads, reached in the",
+    "same run.",
+)
+
+
+def _measured(record: Record) -> set[tuple[str, str]]:
+    return {(result["case"], result["impl"]) for result in record["results"]}
+
+
+def _standing(record: Record, newer: list[Record]) -> list[str]:
+    """Whether a record's figures are the current ones, next to newer records of its machine."""
+    machine = "gpu" if record["machine"]["gpu"] else "cpu"
+    again: set[tuple[str, str]] = set()
+    for other in newer:
+        if other["machine"][machine] == record["machine"][machine]:
+            again |= _measured(other)
+    if not _measured(record) & again:
+        return ["Its figures are the current ones.", ""]
+    rest = [r for r in record["results"] if (r["case"], r["impl"]) not in again]
+    kept = dict.fromkeys(r["case"] if r["impl"].startswith("onchip") else r["impl"] for r in rest)
+    for_what = ", ".join(f"`{word}`" for word in kept) or "nothing that a newer one lacks"
+    return [
+        "Superseded by the newer record of this machine above, and kept for what that one does not",
+        f"have: {for_what}.",
+        "",
+    ]
+
+
+def _section(name: str, record: Record, newer: list[Record]) -> list[str]:
     commit = (record["commit"] or "no commit")[:12]
     dirty = " with changes" if record["dirty"] else ""
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
@@ -56,6 +93,7 @@ def _section(name: str, record: Record) -> list[str]:
         f"Record `bench/records/{name}`, commit {commit}{dirty}. {versions}.",
         f"Ceilings of the same run: {table.ceilings(record)}.",
         "",
+        *_standing(record, newer),
     ]
     for title, (head, rows) in (
         (f"{table.unit(record)}:", table.speeds(record)),
@@ -84,15 +122,18 @@ def performance_page(records: list[tuple[str, Record]]) -> str:
         "round. FLOPs are 4 head_dim for each pair of a query and a key (half of them if causal),",
         "2.5 times that for a backward pass; of linear attention, those of its chunked form with",
         "chunks of 64 tokens: whatever an implementation computes. On a GPU a figure is the",
-        "median, the L2 cache overwritten before each call; on CPUs the best sample; `of peak` is",
-        "its share of what the arithmetic of as many threads reached in the same run, `of read",
-        "bandwidth` that of reading memory.",
+        "median, the L2 cache overwritten before each call; on CPUs the best sample.",
+        "",
+        *_NAMES,
+        *_PIPE_USE,
+        *_OF_PEAK,
+        "`of read bandwidth` is that of reading memory.",
         "",
     ]
     if not records:
         lines += [_NONE, ""]
-    for name, record in records:
-        lines += _section(name, record)
+    for index, (name, record) in enumerate(records):
+        lines += _section(name, record, [other for _, other in records[:index]])
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -102,16 +143,20 @@ def _readme_table(record: Record, of_record: Record) -> list[str]:
 
 
 def readme_part(records: list[tuple[str, Record]]) -> str:
-    """The newest record of a GPU; the newest of a CPU that has a peer, its wider heads."""
+    """The newest record of a GPU; the newest of a CPU that has a peer, its wider heads; what their
+    words mean."""
     lines = [BEGIN, ""]
     newest = [record for _, record in records]
     gpu = next(filter(table.on_gpu, newest), None)
     cpu = next((r for r in newest if not table.on_gpu(r) and _has_peer(r)), None)
+    if gpu is not None or cpu is not None:
+        lines += [*_NAMES, ""]
     if gpu is not None:
-        lines += _readme_table(gpu, gpu)
+        lines += [*_readme_table(gpu, gpu), *_PIPE_USE, ""]
     if cpu is not None:
         wide = [r for r in cpu["results"] if "d128/" in r["case"]]
-        lines += _readme_table(cpu, {**cpu, "results": wide or cpu["results"]})
+        of_cpu = {**cpu, "results": wide or cpu["results"]}
+        lines += [*_readme_table(cpu, of_cpu), *_OF_PEAK, ""]
     if gpu is None and cpu is None:
         lines += [f"{_NONE} Figures are rendered from records alone.", ""]
     else:

@@ -129,6 +129,22 @@ def test_readme_has_the_newest_record_of_a_gpu(tmp_path):
         render.with_part("no marks", part)
 
 
+def test_which_figures_are_current():
+    newest, older, elsewhere = (
+        made("2026-01-03T00:00:00+00:00"),
+        made("2026-01-02T00:00:00+00:00"),
+        made("2026-01-01T00:00:00+00:00", "another GPU"),
+    )
+    older["results"] = [*older["results"], result("flash-attn-4", FORWARD, 700.0)]
+    page = render.performance_page([("c.json", newest), ("b.json", older), ("a.json", elsewhere)])
+    _, first, second, third = page.split("\n## ")
+    current = "Its figures are the current ones."
+    assert current in first and current in third and current not in second
+    assert "Superseded by the newer record" in second and "\nhave: `flash-attn-4`.\n" in second
+    twice = render.performance_page([("b.json", older), ("c.json", newest)])
+    assert "have: nothing that a newer one lacks." in twice
+
+
 def test_a_record_of_a_gpu_lacks_nothing(tmp_path):
     whole = made()
     record.check(whole)
