@@ -404,8 +404,14 @@ class DeltaBackward {
     for (std::int64_t i = 0; i < rows_; ++i) {
       const T* x = normalised + i * t_.key;
       T* dx = gradient + i * t_.key;
-      add_row<T>(x, -dot<T>(x, dx, t_.key_columns), t_.key_columns, dx);
-      const Vec<T> by = S::broadcast(norms[i]);
+      T factor = norms[i];
+      if (t_.dk == 1) {
+        // Only eps keeps x / |x| from being constant: dx - x (x dx) would be rounding.
+        factor *= static_cast<T>(kL2NormEps) * norms[i] * norms[i];
+      } else {
+        add_row<T>(x, -dot<T>(x, dx, t_.key_columns), t_.key_columns, dx);
+      }
+      const Vec<T> by = S::broadcast(factor);
       for (std::int64_t d = 0; d < t_.key_columns; d += kLanes<T>) {
         S::store(dx + d, by * S::load(dx + d));
       }
