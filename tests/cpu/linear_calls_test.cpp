@@ -112,7 +112,7 @@ bool is_taken(std::int32_t op) {
 }
 
 TEST_P(DrawnCallsOnCpu, LinearOnOneThreadAndOnMoreThreads) {
-  for (std::uint64_t round = 0; round < rounds(4); ++round) {
+  for (std::uint64_t round = 0; round < rounds(2); ++round) {
     for (std::int32_t op = 1; op <= kLinearOperators; ++op) {
       for (const LinearPhase phase :
            {LinearPhase::forward, LinearPhase::backward, LinearPhase::step}) {
