@@ -147,7 +147,9 @@ def test_steps_go_on_from_chunks(variant):
 
 
 @every_variant
-@pytest.mark.parametrize("dims", [(1, 4), (3, 1), (16, 16), (33, 65), (128, 16), (64, 200)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(1, 4), (3, 1), (16, 16), (33, 65), (128, 16), (64, 200)], ids=str
+)
 def test_widths(variant, dims):
     rng = np.random.default_rng(3)
     # The gradients of A_log and dt_bias are sums that cancel: one number in fp32 has no bound.
