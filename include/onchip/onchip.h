@@ -320,7 +320,8 @@ ONCHIP_API onchip_status onchip_attention_decode_run(const onchip_plan* plan,
  * Every operator is a row of one table: it turns its tensors into q, k, v, log_decay and erase
  * vectors of one of five engines, whose state S in R^{dk x dv} per (sequence, value head) follows
  *   S_t = T_t S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t,
- * and may normalise or gate what it read. `op` in the options names the row. */
+ * and may normalise or gate what it read; or of a scan, whose state is a row of numbers a channel.
+ * `op` in the options names the row. */
 
 typedef int32_t onchip_linear_operator;
 enum {
@@ -341,8 +342,12 @@ enum {
   ONCHIP_GATED_DELTA_PRODUCT = 15, /* num_householder delta rules a token */
   ONCHIP_RWKV7 = 16,               /* S = Diag(alpha_t) S + b (a^T S) + k v^T */
   ONCHIP_IPLR = 17,                /* S = S + b (a^T S) + k v^T */
-  ONCHIP_GSA =
-      18 /* K = K Diag(alpha_t) + k s^T, V = Diag(alpha_t) V + s v^T, o = V^T softmax(K^T q) */
+  ONCHIP_GSA = 18,
+  /* gsa: K = K Diag(alpha_t) + k s^T, V = Diag(alpha_t) V + s v^T, o = V^T softmax(K^T q) */
+  ONCHIP_HGRN = 19,   /* h = alpha_t h + x */
+  ONCHIP_MAMBA1 = 20, /* h = e^(delta' A) h + delta' B u, y = (C . h + D u) silu(z) */
+  ONCHIP_RWKV4 = 21   /* o = (P_{t-1} + e^(u+k) v) / (Q_{t-1} + e^(u+k)), P = e^log_decay P + e^k v,
+                         Q = e^log_decay Q + e^k */
 };
 
 /* The tensors of an operator by their role, and its gradients likewise; absent ones NULL. "rows" is
@@ -368,6 +373,15 @@ enum {
  *   rwkv7                r  k  v  log_decay [dk]                  a, b
  *   iplr                 q  k  v                                  a, b
  *   gsa                  q  k  v  log_decay [M]                   a: s [M]
+ *   hgrn                       x  log_decay
+ *   mamba1               C  B  u  delta                           rate: A, dt_bias: delta_bias,
+ *                                                                 skip: D, z
+ *   rwkv4                      v  log_decay [D]   k               u
+ *
+ * The last three are scans: they have D channels and no heads. x, u, v, k, delta, z, hgrn's
+ * log_decay and o are rows [D]; rwkv4's log_decay and u, delta_bias and D are [D]; A is [D, N]; B
+ * and C are rows [N], or [groups, N], where channel d reads group d / (D / groups). delta' =
+ * softplus(delta + delta_bias), or with dt_softplus = 0 delta + delta_bias.
  *
  * log_decay is rows [Hv], or a number a head, or absent (no decay); [dk]: rows [Hv, dk]; that of
  * lightning_attention a number a head. With A_log, log_decay and beta are raw: log_decay' =
@@ -407,7 +421,8 @@ typedef struct onchip_linear_tensors {
    NULL,                           \
    NULL}
 
-/* Order of the state's matrix: [N, Hv, dk, dv] or [N, Hv, dv, dk]. Default: kv; vk for mamba2. */
+/* Order of the state's matrix: [N, Hv, dk, dv] or [N, Hv, dv, dk]; of mamba1 [num_seqs, N, D] or
+ * [num_seqs, D, N]; hgrn and rwkv4 have none. Default: kv; vk for mamba1 and mamba2. */
 enum { ONCHIP_STATE_DEFAULT = 0, ONCHIP_STATE_KV = 1, ONCHIP_STATE_VK = 2 };
 
 /* mlstm's input gate. */
@@ -417,7 +432,7 @@ enum { ONCHIP_GATE_EXP = 0, ONCHIP_GATE_SIGMOID = 1 };
  * default. */
 typedef struct onchip_linear_options {
   size_t struct_size;
-  double scale;              /* of the read; NaN = dk^-1/2, 1 for mamba2, rwkv7; finite */
+  double scale;              /* of the read; NaN = dk^-1/2, 1 for mamba2, rwkv7, scans; finite */
   double eps;                /* mlstm: added to the denominator; >= 0 */
   double dt_min;             /* mamba2: dt' = clamp(softplus(dt + dt_bias), dt_min, dt_max) */
   double dt_max;             /* INFINITY = no bound */
@@ -431,7 +446,7 @@ typedef struct onchip_linear_options {
                                 the exponential gate, 0 with the sigmoid; -1 = default */
   int32_t gate;              /* mlstm: ONCHIP_GATE_* */
   int32_t detach_normalizer; /* mlstm's backward: the denominator is a constant */
-  int32_t dt_softplus;       /* mamba2: 0 = dt' = clamp(dt + dt_bias) */
+  int32_t dt_softplus;       /* mamba1, mamba2: 0 = dt' = clamp(dt + dt_bias) */
   int32_t qk_l2norm;         /* the delta rules: q, k / sqrt(|.|^2 + 1e-6) first */
   int32_t allow_neg_eigval;  /* with A_log: beta' in (0, 2) */
   int32_t check;             /* refuse log_decay > 0, A > 0 and NaN; on a device: also lengths */
@@ -450,12 +465,13 @@ typedef struct onchip_linear_options {
 
 /* States are arrays of up to three parts, the rest NULL: the matrix; with a normaliser its vector
  * [N, Hv, dk]; of gsa a second matrix, [N, Hv, dk, M] and [N, Hv, M, dv]; with mlstm's exponential
- * gate the stabiliser [N, Hv]. fp32, fp64 with fp64 inputs.
+ * gate the stabiliser [N, Hv]. Of hgrn one vector [N, D]; of rwkv4 numerator, denominator and
+ * stabiliser, each [N, D], absent (0, 0, -inf). fp32, fp64 with fp64 inputs.
  * N = batch, packed num_seqs. */
 enum { ONCHIP_LINEAR_STATE_PARTS = 3 };
 
-/* o: rows [Hv, dv], q's dtype. initial_state all NULL = zeros; final_state all NULL = not wanted.
- * An empty sequence's final state is its initial one. */
+/* o: rows [Hv, dv], of a scan [D], in v's dtype. initial_state all NULL = zeros; final_state all
+ * NULL = not wanted. An empty sequence's final state is its initial one. */
 typedef struct onchip_linear_forward_args {
   size_t struct_size;
   const onchip_linear_tensors* inputs;
@@ -471,8 +487,8 @@ typedef struct onchip_linear_forward_args {
 /* clang-format on */
 
 /* gradients: each as its input; NULL = not wanted. d_final_state, dinitial_state: parts as the
- * state's; NULL = zero, not wanted. mlstm's stabiliser m counts as a constant: d_final_state has no
- * third part, and dinitial_state's is <C_0, dC_0> + <n_0, dn_0>. */
+ * state's; NULL = zero, not wanted. The stabiliser m of mlstm and rwkv4 counts as a constant:
+ * d_final_state has no third part, and dinitial_state's is <C_0, dC_0> + <n_0, dn_0>. */
 typedef struct onchip_linear_backward_args {
   size_t struct_size;
   const onchip_linear_tensors* inputs;
@@ -493,7 +509,7 @@ typedef struct onchip_linear_backward_args {
 /* clang-format on */
 
 /* One token a sequence, for decoding. inputs have no time axis: q [batch, Hk, dk], log_decay
- * [batch, Hv], .. ; o [batch, Hv, dv].
+ * [batch, Hv], .. ; o [batch, Hv, dv], of a scan [batch, D].
  *   state: pools [slots, Hv, ..], read and written in place; fp32, bf16 or fp16 (fp64 with fp64).
  *   state_indices int32 [batch]: each row's slot, no slot twice; -1 = skip: o is 0, no state
  *   changes. NULL = slot n for row n, slots = batch. */

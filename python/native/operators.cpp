@@ -225,7 +225,7 @@ std::array norm_backward_fields = {
 };
 
 // In the order of onchip_linear_operator, from 1.
-constexpr std::array<std::string_view, 18> kLinearNames = {"linear_attention",
+constexpr std::array<std::string_view, 21> kLinearNames = {"linear_attention",
                                                            "retention",
                                                            "lightning_attention",
                                                            "simple_gla",
@@ -242,7 +242,10 @@ constexpr std::array<std::string_view, 18> kLinearNames = {"linear_attention",
                                                            "gated_delta_product",
                                                            "rwkv7",
                                                            "iplr",
-                                                           "gsa"};
+                                                           "gsa",
+                                                           "hgrn",
+                                                           "mamba1",
+                                                           "rwkv4"};
 
 #undef ONCHIP_FIELD
 

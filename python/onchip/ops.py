@@ -15,6 +15,7 @@ The linear operators X come as X_forward, X_backward and X_step. "float" is any 
 float16, bfloat16. Their rows are [batch, T, ..]; with cu_seqlens packed, [total, ..]; of a step,
 which takes one token a sequence, [batch, ..]. Value head h reads the query and key head
 h // (Hv // Hk). alpha is exp(log_decay); a log_decay below -104, -inf included, is exactly a reset.
+The scans hgrn, mamba1 and rwkv4 have D channels in place of heads, and each says what its state is.
 Their options:
 
     scale: multiplies what a query reads. None: the operator's default.
@@ -42,7 +43,17 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from onchip import _calls
-from onchip._linear import channel, delta, delta_more, dplr, helpers, scalar, scalar_gated, slots
+from onchip._linear import (
+    channel,
+    delta,
+    delta_more,
+    dplr,
+    helpers,
+    scalar,
+    scalar_gated,
+    scan,
+    slots,
+)
 from onchip._linear.channel import *  # noqa: F403
 from onchip._linear.delta import *  # noqa: F403
 from onchip._linear.delta_more import *  # noqa: F403
@@ -50,6 +61,7 @@ from onchip._linear.dplr import *  # noqa: F403
 from onchip._linear.helpers import *  # noqa: F403
 from onchip._linear.scalar import *  # noqa: F403
 from onchip._linear.scalar_gated import *  # noqa: F403
+from onchip._linear.scan import *  # noqa: F403
 from onchip._linear.slots import *  # noqa: F403
 
 ArrayT = TypeVar("ArrayT")
@@ -68,6 +80,7 @@ __all__ += dplr.__all__
 __all__ += helpers.__all__
 __all__ += scalar.__all__
 __all__ += scalar_gated.__all__
+__all__ += scan.__all__
 __all__ += slots.__all__
 
 

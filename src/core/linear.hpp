@@ -15,7 +15,7 @@
 namespace onchip {
 
 // The recurrences (docs/semantics.md section 3).
-enum class LinearEngine { scalar_decay, channel_decay, delta_rule, dplr, gated_slots };
+enum class LinearEngine { scalar_decay, channel_decay, delta_rule, dplr, gated_slots, scan };
 
 // Which axis of the state alpha_t has.
 enum class DecayAxis { none, scalar, key, slot };
@@ -27,7 +27,7 @@ enum class GateForm {
   retention,  // log(1 - 2^(-5-h))
   raw,        // -e^A_log softplus(g + dt_bias)
   bounded,    // lower_bound sigmoid(e^A_log (g + dt_bias))
-  mamba2,     // dt' A, dt' = clamp(softplus(dt + dt_bias))
+  mamba2,     // dt' A, dt' = clamp(softplus(dt + dt_bias)); mamba1: A a channel of the state
   mlstm,      // logsigmoid(f)
 };
 
@@ -36,14 +36,15 @@ enum class ReadForm {
   plain,
   sum_normalised,  // linear_attention: / (scale q.z + 1e-10)
   mlstm,           // / (max(|scale q.n|, e^-m or 1) + eps)
-  mamba2,          // + D x, then silu(z)
+  mamba2,          // + D x, then silu(z); mamba1's too
+  quotient,        // rwkv4: numerator / denominator
 };
 
 // How k v^T is weighed before it is added.
 enum class WriteForm {
   plain,
-  time_step,     // mamba2: dt'
-  exp_gate,      // mlstm: e^(i - m)
+  time_step,     // mamba1, mamba2: dt'
+  exp_gate,      // mlstm: e^(i - m); rwkv4: e^(k - m)
   sigmoid_gate,  // mlstm: sigmoid(i)
 };
 
@@ -71,10 +72,11 @@ struct LinearTraits {
   ReadForm read = ReadForm::plain;
   EraseForm erase = EraseForm::none;
   KeyForm keys = KeyForm::given;
-  bool exclusive = false;  // channel_decay's read and delta_rule's erase see S_{t-1}
+  bool exclusive = false;  // reads of channel_decay and scan, delta_rule's erase see S_{t-1}
 };
 
 // The tensors by role: rows [batch, row, head, dim], or constants with some of these strides 0.
+// Those of a scan have a channel in place of each head, and dim 1.
 struct LinearTensors {
   RowsView q, k, v, gate, beta, a, b, u, rate, dt_bias, skip, z;
 };
@@ -146,6 +148,8 @@ struct LinearProblem {
   double beta_factor = 0.0;         // beta = this times sigmoid(raw); 0: beta is given as it is
   std::int64_t rows_per_token = 1;  // of k, v, beta; q, gate and o have one
   std::int64_t decay_width = 1;     // numbers of alpha_t
+  std::int64_t gate_width = 1;      // of a row of the gate tensor, and of dt_bias
+  std::int64_t rate_width = 1;      // of rate: dk for mamba1's A
   bool gate_per_head = false;       // the gate tensor is [Hv], not rows
   std::int64_t skip_width = 0;      // of D: 1 or dv; 0 = absent
   std::int64_t chunk_len = 0;       // 0: the backend's choice
@@ -160,6 +164,10 @@ struct LinearProblem {
     return token_range(packed, slot, cu_seqlens, seqlens, n);
   }
 };
+
+inline bool is_scan(const LinearProblem& problem) {
+  return problem.traits.engine == LinearEngine::scan;
+}
 
 struct LinearForwardProblem : LinearProblem {
   RowsView o;

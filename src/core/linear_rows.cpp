@@ -60,8 +60,8 @@ void pull_normalise(const double* normalised, double factor, std::int64_t count,
 std::int64_t LinearRows::doubles(const LinearProblem& problem, std::int64_t tokens) {
   const std::int64_t dk = problem.head_dim_k;
   const std::int64_t dv = problem.head_dim_v;
-  return 4 * dk + 2 * erase_width(problem) + 3 * dv + 2 + std::max(dk, dv) +
-         2 * problem.decay_width + (problem.stabilised ? tokens + 1 : 0);
+  return 4 * dk + 2 * erase_width(problem) + 3 * dv + 2 + std::max(dk, dv) + problem.decay_width +
+         problem.gate_width + problem.rate_width + (problem.stabilised ? tokens + 1 : 0);
 }
 
 LinearRows::LinearRows(const LinearProblem& problem, double* scratch, std::int64_t tokens)
@@ -85,23 +85,30 @@ LinearRows::LinearRows(const LinearProblem& problem, double* scratch, std::int64
   z_ = take(dv);
   a_ = take(erase_width(problem));
   b_ = take(std::max(dk, dv));
-  gate_ = take(problem.decay_width);
+  gate_ = take(problem.gate_width);
+  rate_ = take(problem.rate_width);
   stabilisers_ = take(problem.stabilised ? tokens + 1 : 0);
+  if (problem.traits.engine == LinearEngine::scan) {  // which may have neither
+    std::fill_n(row_.q, dk, 1.0);
+    std::fill_n(row_.k, dk, 1.0);
+  }
 }
 
 void LinearRows::begin(const TokenRange& tokens, std::int64_t head, double stabiliser) {
   tokens_ = tokens;
   head_ = head;
   const LinearTensors& in = problem_.inputs;
-  if (in.rate.wanted) rate_ = load_number(in.rate, 0, 0, head);
+  if (in.rate.wanted) load_row(in.rate, 0, 0, head, problem_.rate_width, rate_);
   if (in.u.wanted) load_row(in.u, 0, 0, head, problem_.head_dim_k, row_.u);
+  if (problem_.traits.read == ReadForm::quotient) bonus_ = row_.u[0];
   if (!problem_.stabilised) return;
   stabilisers_[0] = stabiliser;
   for (std::int64_t t = 0; t < tokens.length; ++t) {
     const std::int64_t row = tokens.begin + t;
-    const double f = load_number(in.gate, tokens.batch, row, head);
+    const double gate = load_number(in.gate, tokens.batch, row, head);
+    const double g = problem_.traits.gate == GateForm::mlstm ? log_sigmoid(gate) : gate;
     const double i = load_number(in.beta, tokens.batch, row, head);
-    stabilisers_[t + 1] = std::max(log_sigmoid(f) + stabilisers_[t], i);
+    stabilisers_[t + 1] = std::max(g + stabilisers_[t], i);
   }
 }
 
@@ -115,12 +122,12 @@ const EngineRow& LinearRows::load(std::int64_t index) {
   const std::int64_t token = tokens_.begin + t_;
   const std::int64_t row = tokens_.begin * each + index;
   const std::int64_t key_head = problem_.key_head(head_);
-  if (row_.reads) load_row(in.q, tokens_.batch, token, key_head, dk, row_.q);
+  if (row_.reads && in.q.wanted) load_row(in.q, tokens_.batch, token, key_head, dk, row_.q);
   if (in.k.wanted) load_row(in.k, tokens_.batch, row, key_head, dk, row_.k);
   load_row(in.v, tokens_.batch, row, head_, problem_.head_dim_v, v_);
   if (in.z.wanted) load_row(in.z, tokens_.batch, row, head_, problem_.head_dim_v, z_);
   if (in.beta.wanted) beta_ = load_number(in.beta, tokens_.batch, row, head_);
-  if (in.gate.wanted) load_row(in.gate, tokens_.batch, token, head_, problem_.decay_width, gate_);
+  if (in.gate.wanted) load_row(in.gate, tokens_.batch, token, head_, problem_.gate_width, gate_);
   if (problem_.qk_l2norm) {
     if (row_.reads) q_norm_ = normalise(row_.q, dk);
     k_norm_ = normalise(row_.k, dk);
@@ -128,6 +135,7 @@ const EngineRow& LinearRows::load(std::int64_t index) {
   load_decay();
   load_write();
   load_erase();
+  load_read();
   return row_;
 }
 
@@ -139,7 +147,7 @@ double LinearRows::dt_bias(std::int64_t d) const {
   return load_as_double(bias.at(0, 0, head_) + d * dtype_size(bias.dtype), bias.dtype);
 }
 
-// dt' of mamba2.
+// dt' of mamba1 and mamba2.
 double LinearRows::time_step(double raw) const {
   const double biased = raw + dt_bias(0);
   return std::clamp(problem_.dt_softplus ? softplus(biased) : biased, problem_.dt_min,
@@ -163,11 +171,11 @@ double LinearRows::log_decay(std::int64_t d) const {
     case GateForm::retention:
       return std::log1p(-std::exp2(-5.0 - static_cast<double>(head_)));
     case GateForm::raw:
-      return -std::exp(rate_) * softplus(gate_[d] + dt_bias(d));
+      return -std::exp(rate_[0]) * softplus(gate_[d] + dt_bias(d));
     case GateForm::bounded:
-      return problem_.lower_bound * sigmoid(std::exp(rate_) * (gate_[d] + dt_bias(d)));
+      return problem_.lower_bound * sigmoid(std::exp(rate_[0]) * (gate_[d] + dt_bias(d)));
     case GateForm::mamba2:
-      return time_step(gate_[d]) * rate_;
+      return time_step(gate_[0]) * rate_[d];
     case GateForm::mlstm:
       return log_sigmoid(gate_[d]);
   }
@@ -248,6 +256,16 @@ void LinearRows::load_erase() {
 
 // ---- the read -----------------------------------------------------------------------------------
 
+// rwkv4 weighs the state before its token and the token itself by the larger of both.
+void LinearRows::load_read() {
+  if (problem_.traits.read != ReadForm::quotient) return;
+  const double carried = stabilisers_[t_];
+  const double own = bonus_ + beta_;
+  const double largest = std::max(carried, own);
+  row_.q[0] = weight(carried - largest, carried == kMinusInfinity);
+  row_.u[0] = weight(own - largest, own == kMinusInfinity);
+}
+
 double LinearRows::normaliser_floor() const {
   return problem_.stabilised ? std::exp(-stabilisers_[t_ + 1]) : 1.0;
 }
@@ -272,6 +290,9 @@ void LinearRows::finish(const double* read, double* y) const {
       for (std::int64_t j = 0; j < dv; ++j) y[j] /= denominator;
       return;
     }
+    case ReadForm::quotient:
+      y[0] = read[1] == 0.0 ? 0.0 : problem_.scale * read[0] / read[1];
+      return;
     case ReadForm::mamba2:
       if (problem_.inputs.skip.wanted) {
         for (std::int64_t j = 0; j < dv; ++j) y[j] += skip(j) * v_[j];
@@ -289,10 +310,11 @@ void LinearRows::clear(RawGradients& raw) const {
   for (double* part : {raw.q, raw.k, raw.u}) std::fill_n(part, dk, 0.0);
   std::fill_n(raw.a, erase_width(problem_), 0.0);
   for (double* part : {raw.v, raw.z}) std::fill_n(part, dv, 0.0);
-  for (double* part : {raw.gate, raw.dt_bias}) std::fill_n(part, problem_.decay_width, 0.0);
+  for (double* part : {raw.gate, raw.dt_bias}) std::fill_n(part, problem_.gate_width, 0.0);
+  std::fill_n(raw.rate, problem_.rate_width, 0.0);
   std::fill_n(raw.b, std::max(dk, dv), 0.0);
   std::fill_n(raw.skip, problem_.skip_width, 0.0);
-  raw.beta = raw.rate = 0.0;
+  raw.beta = 0.0;
 }
 
 void LinearRows::pull_read(const double* read, const double* dy, double* dread,
@@ -317,6 +339,12 @@ void LinearRows::pull_read(const double* read, const double* dy, double* dread,
       const bool constant = mlstm && (problem_.detach_normalizer || !(std::fabs(sum) > floor));
       const double sign = mlstm && sum < 0.0 ? -1.0 : 1.0;  // of d|sum|
       dread[dv] = constant ? 0.0 : sign * d_denominator;
+      return;
+    }
+    case ReadForm::quotient: {
+      const double slope = read[1] == 0.0 ? 0.0 : problem_.scale * dy[0] / read[1];
+      dread[0] = slope;
+      dread[1] = slope == 0.0 ? 0.0 : -slope * (read[0] / read[1]);
       return;
     }
     case ReadForm::mamba2:
@@ -345,6 +373,10 @@ void LinearRows::pull_row(const EngineRow& gradient, RawGradients& raw) const {
   if (row_.reads) std::copy_n(gradient.q, dk, raw.q);
   if (problem_.inputs.u.wanted) std::copy_n(gradient.u, dk, raw.u);
   if (problem_.traits.write == WriteForm::exp_gate) raw.beta = gradient.write[0] * row_.write[0];
+  if (problem_.traits.read == ReadForm::quotient) {
+    raw.u[0] = gradient.u[0] * row_.u[0];
+    raw.beta += raw.u[0];
+  }
   if (problem_.traits.write == WriteForm::sigmoid_gate) {
     raw.beta = gradient.write[0] * row_.write[0] * sigmoid(-beta_);
   }
@@ -410,23 +442,22 @@ void LinearRows::pull_gate(const EngineRow& gradient, RawGradients& raw) const {
         break;
       case GateForm::raw: {
         const double biased = gate_[d] + dt_bias(d);
-        raw.rate += d_log * log_decay(d);
-        raw.gate[d] = raw.dt_bias[d] = -d_log * std::exp(rate_) * softplus_slope(biased);
+        raw.rate[0] += d_log * log_decay(d);
+        raw.gate[d] = raw.dt_bias[d] = -d_log * std::exp(rate_[0]) * softplus_slope(biased);
         break;
       }
       case GateForm::bounded: {
         // The sigmoid's own slope: it stays finite where the sigmoid is 0 or 1.
         const double biased = gate_[d] + dt_bias(d);
-        const double s = sigmoid(std::exp(rate_) * biased);
-        const double slope = d_log * problem_.lower_bound * s * (1.0 - s) * std::exp(rate_);
-        raw.rate += slope * biased;
+        const double s = sigmoid(std::exp(rate_[0]) * biased);
+        const double slope = d_log * problem_.lower_bound * s * (1.0 - s) * std::exp(rate_[0]);
+        raw.rate[0] += slope * biased;
         raw.gate[d] = raw.dt_bias[d] = slope;
         break;
       }
       case GateForm::mamba2:
-        raw.rate = d_log * time_step(gate_[d]);
-        raw.gate[d] = raw.dt_bias[d] =
-            (d_log * rate_ + gradient.write[0]) * time_step_slope(gate_[d]);
+        raw.rate[d] = d_log * time_step(gate_[0]);
+        if (d_log != 0.0) raw.gate[0] += d_log * rate_[d];  // a rate of -inf has no slope
         break;
       case GateForm::mlstm:
         raw.gate[d] = d_log * sigmoid(-gate_[d]);
@@ -436,6 +467,10 @@ void LinearRows::pull_gate(const EngineRow& gradient, RawGradients& raw) const {
       raw.gate[d] -= std::exp(gate_[d]) * raw.k[d];
       raw.k[d] = 0.0;
     }
+  }
+  if (problem_.traits.gate == GateForm::mamba2) {
+    raw.gate[0] = (raw.gate[0] + gradient.write[0]) * time_step_slope(gate_[0]);
+    raw.dt_bias[0] = raw.gate[0];
   }
 }
 

@@ -16,12 +16,12 @@ namespace onchip {
 
 // One row of an engine, or its gradient. What an engine does not have is left alone.
 struct EngineRow {
-  double* q = nullptr;      // [dk], not scaled; of rows that read
+  double* q = nullptr;      // [dk], not scaled; of rows that read. rwkv4: weight of S_{t-1}
   double* k = nullptr;      // [dk]
   double* x = nullptr;      // [value_width]: what is written at k
   double* e = nullptr;      // [dk]: what is erased (delta_rule), read again (dplr); [slots]
   double* b = nullptr;      // [dk]: where dplr writes what e read
-  double* u = nullptr;      // [dk]: bonus of the row's own write in its read
+  double* u = nullptr;      // [dk]: bonus of the row's own write in its read; rwkv4: its weight
   double* alpha = nullptr;  // [decay_width]; 1 where nothing decays
   double* write = nullptr;  // [1]: factor of scalar_decay's k x^T
   bool reads = true;
@@ -37,10 +37,10 @@ struct RawGradients {
   double* u = nullptr;        // [dk]
   double* z = nullptr;        // [dv]
   double* skip = nullptr;     // [skip_width]
-  double* gate = nullptr;     // [decay_width]
-  double* dt_bias = nullptr;  // [decay_width]
+  double* gate = nullptr;     // [gate_width]
+  double* dt_bias = nullptr;  // [gate_width]
+  double* rate = nullptr;     // [rate_width]
   double beta = 0.0;
-  double rate = 0.0;
 };
 
 class LinearRows {
@@ -79,6 +79,7 @@ class LinearRows {
   void load_decay();
   void load_write();
   void load_erase();
+  void load_read();
   void pull_gate(const EngineRow& gradient, RawGradients& raw) const;
   void pull_erase(const EngineRow& gradient, RawGradients& raw) const;
 
@@ -87,7 +88,8 @@ class LinearRows {
   double* z_;            // [dv]
   double* a_;            // [dk], raw
   double* b_;            // [max(dk, dv)], raw
-  double* gate_;         // [decay_width], raw
+  double* gate_;         // [gate_width], raw
+  double* rate_;         // [rate_width]: A or A_log, raw
   double* stabilisers_;  // [tokens + 1]
   EngineRow row_;
   TokenRange tokens_;
@@ -96,7 +98,7 @@ class LinearRows {
   bool decays_ = true;   // the loaded row is its token's first
   double beta_ = 0.0;    // raw
   double erase_ = 1.0;   // beta as the recurrence has it
-  double rate_ = 0.0;    // A or A_log, raw
+  double bonus_ = 0.0;   // rwkv4's u, raw
   double q_norm_ = 1.0;  // 1 / |q|, where q and k are normalised
   double k_norm_ = 1.0;
 };

@@ -28,6 +28,7 @@ PlanResult plan_linear_forward(const LinearForwardProblem& problem, const Settin
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
     case LinearEngine::gated_slots:
+    case LinearEngine::scan:
       break;
   }
   return Reject{kOtherEngine};
@@ -49,6 +50,7 @@ void run_linear_forward(const BackendPlan& plan, const LinearForwardProblem& pro
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
     case LinearEngine::gated_slots:
+    case LinearEngine::scan:
       throw_not_planned(problem);
   }
 }
@@ -62,6 +64,7 @@ PlanResult plan_linear_backward(const LinearBackwardProblem& problem, const Sett
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
     case LinearEngine::gated_slots:
+    case LinearEngine::scan:
       break;
   }
   return Reject{kOtherEngine};
@@ -83,6 +86,7 @@ void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& p
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
     case LinearEngine::gated_slots:
+    case LinearEngine::scan:
       throw_not_planned(problem);
   }
 }
@@ -96,6 +100,7 @@ PlanResult plan_linear_step(const LinearStepProblem& problem, const Settings& se
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
     case LinearEngine::gated_slots:
+    case LinearEngine::scan:
       break;
   }
   return Reject{kOtherEngine};
@@ -117,6 +122,7 @@ void run_linear_step(const BackendPlan& plan, const LinearStepProblem& problem,
     case LinearEngine::channel_decay:
     case LinearEngine::dplr:
     case LinearEngine::gated_slots:
+    case LinearEngine::scan:
       throw_not_planned(problem);
   }
 }

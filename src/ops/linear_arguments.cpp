@@ -85,7 +85,7 @@ Wanted wanted_shape(const LinearCall& call, LinearShape shape, const TensorView&
     case LinearShape::value:
       return rows_of(call, {hv, dv}, "Hv, dv");
     case LinearShape::scalar:
-      return rows_of(call, {hv}, "Hv");
+      return rows_of(call, {hv}, std::string(call.heads()));
     case LinearShape::channel:
       return rows_of(call, {hv, dk}, "Hv, dk");
     case LinearShape::slots:
@@ -100,9 +100,13 @@ Wanted wanted_shape(const LinearCall& call, LinearShape shape, const TensorView&
       if (tensor.rank == 1) return {{hv}, "[Hv]"};
       return rows_of(call, {hv}, "Hv");
     case LinearShape::head:
-      return {{hv}, "[Hv]"};
+      return {{hv}, "[" + std::string(call.heads()) + "]"};
     case LinearShape::head_key:
-      return {{hv, dk}, "[Hv, dk]"};
+      return {{hv, dk}, call.scan() ? "[D, N]" : "[Hv, dk]"};
+    case LinearShape::shared:
+      // C, which gives the groups, says with its rank whether all channels share one.
+      if (call.one_group) return rows_of(call, {dk}, "N");
+      return rows_of(call, {hk, dk}, "groups, N");
     case LinearShape::head_or_channel:
       if (tensor.rank == 2) return {{hv, dv}, "[Hv, dv]"};
       return {{hv}, "[Hv]"};
@@ -129,12 +133,79 @@ RowsView strided_rows(const LinearCall& call, LinearShape shape, const TensorVie
   view.dtype = tensor.dtype;
   view.wanted = true;
   std::size_t axis = 0;
+  if (shape == LinearShape::shared && call.one_group) {
+    if (!packed) view.batch_stride = bytes(tensor, axis++);
+    if (!call.step) view.row_stride = bytes(tensor, axis);
+    return view;
+  }
   if (!is_constant(shape, tensor)) {
     if (!packed) view.batch_stride = bytes(tensor, axis++);
     if (!call.step || has_token_rows(shape)) view.row_stride = bytes(tensor, axis++);
   }
   view.head_stride = bytes(tensor, axis);
   return view;
+}
+
+void name_rows(LinearCall& call, const LinearProblem& p) {
+  if (call.step) {
+    call.axes = "batch";
+  } else {
+    call.axes = p.packed ? "total" : "batch, T";
+  }
+}
+
+std::string_view why_these_rows(const LinearCall& call, const LinearProblem& p) {
+  if (call.step) return "";
+  return p.packed ? " (cu_seqlens given)" : " (no cu_seqlens)";
+}
+
+void read_rows(LinearCall& call, const TensorView& first, std::size_t lead, LinearProblem& p) {
+  p.dtype = first.dtype;
+  p.device = first.device;
+  call.lead.assign(first.shape.begin(), first.shape.begin() + static_cast<std::ptrdiff_t>(lead));
+  if (!p.packed) p.num_seqs = first.shape[0];
+  p.slot = call.step ? 1 : first.shape[lead - 1];
+}
+
+void require_groups(const LinearCall& call, const LinearTensorRow& q_row,
+                    const LinearTensorRow& v_row, const LinearProblem& p) {
+  const std::int64_t hk = p.num_heads_k;
+  const std::int64_t hv = p.num_heads_v;
+  if (hk == 0 ? hv == 0 : hv % hk == 0) return;
+  throw_invalid(call.op(), v_row.name(),
+                std::to_string(hv) + (call.scan() ? " channels" : " heads"),
+                "a multiple of " + std::string(q_row.name()) + "'s " + std::to_string(hk) +
+                    (call.scan() ? " groups" : " heads"),
+                std::to_string(hk == 0 ? 0 : nearest_multiple(hv, hk)));
+}
+
+// Sizes of a scan: channels from v, and from q, where there is one, the numbers of each state.
+void read_channels(LinearCall& call, const TensorView& v, const LinearTensorRow& v_row,
+                   const TensorView* q, const LinearTensorRow* q_row, LinearProblem& p) {
+  const std::string_view op = call.op();
+  require_dtype(op, v_row.name(), v, {DType::f64, DType::f32, DType::f16, DType::bf16});
+  const std::size_t lead = call.step || p.packed ? 1 : 2;
+  name_rows(call, p);
+  if (v.rank != static_cast<std::int32_t>(lead + 1)) {
+    throw_invalid(op, v_row.name(), "shape " + shape_text(v),
+                  "[" + call.axes + ", D]" + std::string(why_these_rows(call, p)));
+  }
+  read_rows(call, v, lead, p);
+  p.num_heads_v = p.num_heads_k = v.shape[lead];
+  p.head_dim_v = p.head_dim_k = 1;
+  if (q == nullptr) return;
+  const auto rank = static_cast<std::size_t>(q->rank);
+  if (rank != lead + 1 && rank != lead + 2) {
+    throw_invalid(op, q_row->name(), "shape " + shape_text(*q),
+                  "[" + call.axes + ", N] or [" + call.axes + ", groups, N]" +
+                      std::string(why_these_rows(call, p)));
+  }
+  call.one_group = rank == lead + 1;
+  p.num_heads_k = call.one_group ? 1 : q->shape[lead];
+  p.head_dim_k = q->shape[rank - 1];
+  require_at_most(op, q_row->name(), "N", p.head_dim_k, kMaxKeyDim);
+  p.decay_width = p.rate_width = p.head_dim_k;
+  require_groups(call, *q_row, v_row, p);
 }
 
 // Sizes from q and v; everything else has to agree with them.
@@ -144,16 +215,8 @@ void read_geometry(LinearCall& call, const TensorView& q, const LinearTensorRow&
   require_dtype(op, q_row.name(), q, {DType::f64, DType::f32, DType::f16, DType::bf16});
   const std::size_t lead = call.step || p.packed ? 1 : 2;
   const std::size_t v_lead = call.step && has_token_rows(v_row.shape) ? 2 : lead;
-  std::string why;
-  if (call.step) {
-    call.axes = "batch";
-  } else if (p.packed) {
-    call.axes = "total";
-    why = " (cu_seqlens given)";
-  } else {
-    call.axes = "batch, T";
-    why = " (no cu_seqlens)";
-  }
+  name_rows(call, p);
+  const std::string why(why_these_rows(call, p));
   const auto require_rank = [&](std::string_view name, const TensorView& tensor, std::size_t axes) {
     if (tensor.rank == static_cast<std::int32_t>(axes + 2)) return;
     throw_invalid(
@@ -162,26 +225,15 @@ void read_geometry(LinearCall& call, const TensorView& q, const LinearTensorRow&
   };
   require_rank(q_row.name(), q, lead);
   require_rank(v_row.name(), v, v_lead);
-  p.dtype = q.dtype;
-  p.device = q.device;
-  call.lead.assign(q.shape.begin(), q.shape.begin() + static_cast<std::ptrdiff_t>(lead));
-  if (!p.packed) p.num_seqs = q.shape[0];
-  p.slot = call.step ? 1 : q.shape[lead - 1];
+  read_rows(call, q, lead, p);
   p.num_heads_k = q.shape[lead];
   p.head_dim_k = q.shape[lead + 1];
   p.num_heads_v = v.shape[v_lead];
   p.head_dim_v = v.shape[v_lead + 1];
   require_at_most(op, q_row.name(), "dk", p.head_dim_k, kMaxKeyDim);
   require_at_most(op, v_row.name(), "dv", p.head_dim_v, kMaxValueDim);
-  if (p.traits.decay == DecayAxis::key) p.decay_width = p.head_dim_k;
-  const std::int64_t hk = p.num_heads_k;
-  const std::int64_t hv = p.num_heads_v;
-  if (hk == 0 ? hv != 0 : hv % hk != 0) {
-    throw_invalid(
-        op, v_row.name(), std::to_string(hv) + " heads",
-        "a multiple of " + std::string(q_row.name()) + "'s " + std::to_string(hk) + " heads",
-        std::to_string(hk == 0 ? 0 : nearest_multiple(hv, hk)));
-  }
+  if (p.traits.decay == DecayAxis::key) p.decay_width = p.gate_width = p.head_dim_k;
+  require_groups(call, q_row, v_row, p);
 }
 
 void require_float(const LinearCall& call, const LinearTensorRow& row, const TensorView& tensor,
@@ -218,6 +270,20 @@ StateView state_part(const LinearCall& call, const char* name, const TensorView&
   view.dtype = tensor.dtype;
   view.wanted = true;
   const std::int64_t n = call.slots;
+  view.slot_stride = bytes(tensor, 0);
+  view.head_stride = bytes(tensor, 1);
+  if (is_scan(p)) {
+    if (p.traits.decay != DecayAxis::key) {
+      require(call, name, tensor, {n, p.num_heads_v}, "[N, D]");
+      return view;
+    }
+    const Shape shape =
+        call.vk ? Shape{n, p.num_heads_v, p.head_dim_k} : Shape{n, p.head_dim_k, p.num_heads_v};
+    require(call, name, tensor, shape, call.vk ? "[num_seqs, D, N]" : "[num_seqs, N, D]");
+    view.head_stride = bytes(tensor, call.vk ? 1 : 2);
+    view.row_stride = bytes(tensor, call.vk ? 2 : 1);
+    return view;
+  }
   const bool slots = p.traits.engine == LinearEngine::gated_slots;
   if (part == 0 || slots) {
     const std::int64_t rows = part == 0 ? p.head_dim_k : p.num_slots;
@@ -239,8 +305,6 @@ StateView state_part(const LinearCall& call, const char* name, const TensorView&
   } else {
     require(call, name, tensor, {n, p.num_heads_v}, "[N, Hv]");
   }
-  view.slot_stride = bytes(tensor, 0);
-  view.head_stride = bytes(tensor, 1);
   return view;
 }
 
@@ -251,7 +315,8 @@ std::vector<TensorView> read_inputs(LinearCall& call, const onchip_linear_tensor
   const std::string_view op = call.op();
   refuse_foreign(call, given, "inputs.");
   std::vector<TensorView> views;
-  std::size_t q = 0;
+  const std::size_t none = call.row.tensors.size();
+  std::size_t q = none;
   std::size_t v = 0;
   std::size_t slots = 0;
   for (std::size_t i = 0; i < call.row.tensors.size(); ++i) {
@@ -262,11 +327,16 @@ std::vector<TensorView> read_inputs(LinearCall& call, const onchip_linear_tensor
     if (row.role.given == &onchip_linear_tensors::v) v = i;
     if (row.shape == LinearShape::slots) slots = i;
   }
-  read_geometry(call, views[q], call.row.tensors[q], views[v], call.row.tensors[v], p);
+  if (call.scan()) {
+    read_channels(call, views[v], call.row.tensors[v], q == none ? nullptr : &views[q],
+                  q == none ? nullptr : &call.row.tensors[q], p);
+  } else {
+    read_geometry(call, views[q], call.row.tensors[q], views[v], call.row.tensors[v], p);
+  }
   if (p.traits.decay == DecayAxis::slot) {
     const TensorView& last = views[slots];
     p.num_slots = last.rank > 0 ? last.shape[static_cast<std::size_t>(last.rank - 1)] : 0;
-    p.decay_width = p.num_slots;
+    p.decay_width = p.gate_width = p.num_slots;
   }
   for (std::size_t i = 0; i < views.size(); ++i) {
     const LinearTensorRow& row = call.row.tensors[i];
@@ -308,9 +378,10 @@ RowsView read_output_rows(const LinearCall& call, std::string_view name, const T
                           const LinearProblem& p) {
   require_present(call.op(), name, tensor);
   require_dtype(call.op(), name, tensor, {p.dtype});
-  const Wanted wanted = wanted_shape(call, LinearShape::value, tensor, p);
+  const LinearShape shape = call.scan() ? LinearShape::scalar : LinearShape::value;
+  const Wanted wanted = wanted_shape(call, shape, tensor, p);
   require(call, name, tensor, wanted.shape, wanted.axes);
-  return strided_rows(call, LinearShape::value, tensor, p.packed);
+  return strided_rows(call, shape, tensor, p.packed);
 }
 
 // ---- states -------------------------------------------------------------------------------------

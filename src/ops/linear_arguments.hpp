@@ -37,9 +37,14 @@ struct LinearCall : Call {
   const onchip_linear_options& options;
   bool step;                       // rows have no time axis
   bool vk = false;                 // state layout
+  bool one_group = false;          // mamba1's B and C have no axis of groups
   std::vector<std::int64_t> lead;  // the rows' axes
   std::string axes;                // and their names
   std::int64_t slots = 0;          // first axis of the states
+
+  // A scan's channels stand for heads.
+  bool scan() const { return row.traits.engine == LinearEngine::scan; }
+  std::string_view heads() const { return scan() ? "D" : "Hv"; }
 };
 
 // The shapes that gradients repeat, in the table's order. Sets the problem's sizes and input views.

@@ -55,12 +55,15 @@ void read_normalisation(const LinearCall& call, LinearProblem& p) {
     refuse_unless_default(call, "normalize", given.normalize == -1,
                           std::to_string(given.normalize));
   }
+  if (p.traits.read == ReadForm::quotient) p.stabilised = p.normalised = true;
   if ((call.row.options & kTakesGateOptions) == 0) {
     refuse_unless_default(call, "gate", given.gate == ONCHIP_GATE_EXP, std::to_string(given.gate));
     refuse_unless_default(call, "detach_normalizer", !p.detach_normalizer, "1");
     refuse_unless_default(call, "eps", p.eps == 0.0, number_text(p.eps));
-    p.normalised = given.normalize == 1;
-    if (p.normalised) p.traits.read = ReadForm::sum_normalised;
+    if (given.normalize == 1) {
+      p.normalised = true;
+      p.traits.read = ReadForm::sum_normalised;
+    }
     return;
   }
   const bool exponential = given.gate == ONCHIP_GATE_EXP;
@@ -88,10 +91,13 @@ void read_time_step(const LinearCall& call, LinearProblem& p) {
   }
   p.dt_min = given.dt_min;
   p.dt_max = given.dt_max;
-  if ((call.row.options & kTakesTimeStep) != 0) return;
-  refuse_unless_default(call, "dt_softplus", p.dt_softplus, "0");
+  if ((call.row.options & kTakesTimeStep) == 0) {
+    refuse_unless_default(call, "dt_softplus", p.dt_softplus, "0");
+  }
+  if ((call.row.options & kTakesTimeLimit) != 0) return;
   refuse_unless_default(call, "dt_limit", p.dt_min == 0.0 && p.dt_max == HUGE_VAL,
                         "(" + number_text(p.dt_min) + ", " + number_text(p.dt_max) + ")");
+  p.dt_min = -HUGE_VAL;  // nothing is clamped, a step below 0 neither
 }
 
 // Before the tensors: their shapes follow from it.
@@ -149,6 +155,10 @@ void read_plain_options(LinearCall& call, LinearProblem& p) {
   }
   call.vk = given.state_layout == ONCHIP_STATE_DEFAULT ? call.row.vk
                                                        : given.state_layout == ONCHIP_STATE_VK;
+  if (is_scan(p) && p.traits.decay != DecayAxis::key) {
+    refuse_unless_default(call, "state_layout", given.state_layout == ONCHIP_STATE_DEFAULT,
+                          std::to_string(given.state_layout));
+  }
   if (given.chunk_len < 0 || given.chunk_len % 16 != 0) {
     throw_invalid(op, "chunk_len", std::to_string(given.chunk_len),
                   "a multiple of 16, or 0 to let the backend pick",
@@ -196,16 +206,18 @@ void read_scale(const LinearCall& call, LinearProblem& p) {
 // ---- values in host memory ----------------------------------------------------------------------
 
 // Only with `check`, which says so: it reads the whole tensor.
-void check_sign(const LinearCall& call, std::string_view name, const RowsView& rows, bool constant,
-                const LinearProblem& p) {
+void check_sign(const LinearCall& call, std::string_view name, const RowsView& rows,
+                std::int64_t width, bool constant, const LinearProblem& p) {
+  std::vector<double> values(static_cast<std::size_t>(width));
   const auto refuse_above_zero = [&](std::int64_t batch, std::int64_t row, std::int64_t head) {
-    double value = 0.0;
-    load_row(rows, batch, row, head, 1, &value);
-    if (value <= 0.0) return;
-    throw_invalid(call.op(), name,
-                  number_text(value) + " for head " + std::to_string(head) +
-                      (constant ? "" : ", row " + std::to_string(row)),
-                  "numbers in [-inf, 0], since check is on");
+    load_row(rows, batch, row, head, width, values.data());
+    for (const double value : values) {
+      if (value <= 0.0) continue;
+      throw_invalid(call.op(), name,
+                    number_text(value) + (is_scan(p) ? " for channel " : " for head ") +
+                        std::to_string(head) + (constant ? "" : ", row " + std::to_string(row)),
+                    "numbers in [-inf, 0], since check is on");
+    }
   };
   for (std::int64_t head = 0; head < p.num_heads_v; ++head) {
     if (constant) refuse_above_zero(0, 0, head);
@@ -221,9 +233,11 @@ void check_sign(const LinearCall& call, std::string_view name, const RowsView& r
 void check_values(const LinearCall& call, const LinearProblem& p) {
   if (call.options.check == 0 || p.device.type != ONCHIP_DEVICE_CPU) return;
   if (p.traits.gate == GateForm::log_decay) {
-    check_sign(call, "log_decay", p.inputs.gate, p.gate_per_head, p);
+    check_sign(call, "log_decay", p.inputs.gate, p.gate_width, p.gate_per_head, p);
   }
-  if (p.traits.gate == GateForm::mamba2) check_sign(call, "A", p.inputs.rate, true, p);
+  if (p.traits.gate == GateForm::mamba2) {
+    check_sign(call, "A", p.inputs.rate, p.rate_width, true, p);
+  }
 }
 
 // ---- the calls ----------------------------------------------------------------------------------

@@ -93,6 +93,21 @@ constexpr std::array kGsa = {kQueries, kKeys, kValues,
                              LinearTensorRow{kA, "ds", LinearShape::slots},
                              LinearTensorRow{kGate, "dlog_decay", LinearShape::slots}};
 
+constexpr std::array kHgrn = {LinearTensorRow{kV, "dx", LinearShape::scalar},
+                              LinearTensorRow{kGate, "dlog_decay", LinearShape::scalar}};
+constexpr std::array kMamba1 = {LinearTensorRow{kV, "du", LinearShape::scalar},
+                                LinearTensorRow{kGate, "ddelta", LinearShape::scalar},
+                                LinearTensorRow{kRate, "dA", LinearShape::head_key},
+                                LinearTensorRow{kK, "dB", LinearShape::shared},
+                                LinearTensorRow{kQ, "dC", LinearShape::shared},
+                                LinearTensorRow{kDtBias, "ddelta_bias", LinearShape::head, true},
+                                LinearTensorRow{kSkip, "dD", LinearShape::head, true},
+                                LinearTensorRow{kZ, "dz", LinearShape::scalar, true}};
+constexpr std::array kRwkv4 = {LinearTensorRow{kV, "dv", LinearShape::scalar},
+                               LinearTensorRow{kBeta, "dk", LinearShape::scalar},
+                               LinearTensorRow{kGate, "dlog_decay", LinearShape::head},
+                               LinearTensorRow{kU, "du", LinearShape::head}};
+
 #define ONCHIP_LINEAR_NAMES(name) name, name "_forward", name "_backward", name "_step"
 
 constexpr LinearTraits scalar_decay(GateForm gate) {
@@ -142,6 +157,22 @@ constexpr LinearTraits kGsaTraits = {.engine = LinearEngine::gated_slots,
                                      .gate = GateForm::log_decay,
                                      .erase = EraseForm::slots};
 
+constexpr LinearTraits kHgrnTraits = {
+    .engine = LinearEngine::scan, .decay = DecayAxis::scalar, .gate = GateForm::log_decay};
+
+constexpr LinearTraits kMamba1Traits = {.engine = LinearEngine::scan,
+                                        .decay = DecayAxis::key,
+                                        .gate = GateForm::mamba2,
+                                        .write = WriteForm::time_step,
+                                        .read = ReadForm::mamba2};
+
+constexpr LinearTraits kRwkv4Traits = {.engine = LinearEngine::scan,
+                                       .decay = DecayAxis::scalar,
+                                       .gate = GateForm::log_decay,
+                                       .write = WriteForm::exp_gate,
+                                       .read = ReadForm::quotient,
+                                       .exclusive = true};
+
 LinearRow row(onchip_linear_operator op, const char* name, const char* forward,
               const char* backward, const char* step, LinearTraits traits,
               std::span<const LinearTensorRow> tensors, std::uint32_t options = 0) {
@@ -156,7 +187,7 @@ LinearRow row(onchip_linear_operator op, const char* name, const char* forward,
 }
 
 // Numbers of onchip_linear_operator in order, from 1.
-std::array<LinearRow, 18> make_rows() {
+std::array<LinearRow, 21> make_rows() {
   std::array rows = {
       row(ONCHIP_LINEAR_ATTENTION, ONCHIP_LINEAR_NAMES("linear_attention"),
           scalar_decay(GateForm::none), kPlain, kTakesNormalize),
@@ -166,7 +197,8 @@ std::array<LinearRow, 18> make_rows() {
           scalar_decay(GateForm::log_decay), kHeadDecay),
       row(ONCHIP_SIMPLE_GLA, ONCHIP_LINEAR_NAMES("simple_gla"), scalar_decay(GateForm::log_decay),
           kScalarDecayTensors),
-      row(ONCHIP_MAMBA2, ONCHIP_LINEAR_NAMES("mamba2"), kMamba2Traits, kMamba2, kTakesTimeStep),
+      row(ONCHIP_MAMBA2, ONCHIP_LINEAR_NAMES("mamba2"), kMamba2Traits, kMamba2,
+          kTakesTimeStep | kTakesTimeLimit),
       row(ONCHIP_MLSTM, ONCHIP_LINEAR_NAMES("mlstm"), kMlstmTraits, kMlstm,
           kTakesNormalize | kTakesGateOptions),
       row(ONCHIP_GLA, ONCHIP_LINEAR_NAMES("gla"), channel_decay(false, KeyForm::given), kGla),
@@ -190,6 +222,9 @@ std::array<LinearRow, 18> make_rows() {
       row(ONCHIP_RWKV7, ONCHIP_LINEAR_NAMES("rwkv7"), dplr(DecayAxis::key), kRwkv7),
       row(ONCHIP_IPLR, ONCHIP_LINEAR_NAMES("iplr"), dplr(DecayAxis::none), kIplr),
       row(ONCHIP_GSA, ONCHIP_LINEAR_NAMES("gsa"), kGsaTraits, kGsa),
+      row(ONCHIP_HGRN, ONCHIP_LINEAR_NAMES("hgrn"), kHgrnTraits, kHgrn),
+      row(ONCHIP_MAMBA1, ONCHIP_LINEAR_NAMES("mamba1"), kMamba1Traits, kMamba1, kTakesTimeStep),
+      row(ONCHIP_RWKV4, ONCHIP_LINEAR_NAMES("rwkv4"), kRwkv4Traits, kRwkv4),
   };
   const auto of = [&rows](onchip_linear_operator op) -> LinearRow& {
     return rows[static_cast<std::size_t>(op - 1)];
@@ -197,6 +232,10 @@ std::array<LinearRow, 18> make_rows() {
   of(ONCHIP_MAMBA2).unit_scale = true;
   of(ONCHIP_MAMBA2).vk = true;
   of(ONCHIP_RWKV7).unit_scale = true;
+  for (const onchip_linear_operator scan : {ONCHIP_HGRN, ONCHIP_MAMBA1, ONCHIP_RWKV4}) {
+    of(scan).unit_scale = true;
+  }
+  of(ONCHIP_MAMBA1).vk = true;
   return rows;
 }
 

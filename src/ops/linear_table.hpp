@@ -18,7 +18,8 @@ struct LinearRole {
   RowsView LinearTensors::* view;
 };
 
-// R = the rows' axes: batch, T; packed total; of a step batch.
+// R = the rows' axes: batch, T; packed total; of a step batch. A scan has channels for heads: Hv is
+// D, Hk its groups, dk the numbers of a channel's state.
 enum class LinearShape {
   key,              // [R, Hk, dk]
   value,            // [R, Hv, dv]
@@ -32,6 +33,7 @@ enum class LinearShape {
   head,             // [Hv]
   head_key,         // [Hv, dk]
   head_or_channel,  // [Hv] or [Hv, dv]
+  shared,           // of a scan: [R, Hk, dk], or [R, dk] for all channels
 };
 
 struct LinearTensorRow {
@@ -47,7 +49,8 @@ struct LinearTensorRow {
 enum LinearOptionBit : std::uint32_t {
   kTakesNormalize = 1u << 0,
   kTakesGateOptions = 1u << 1,  // gate, eps, detach_normalizer
-  kTakesTimeStep = 1u << 2,     // dt_softplus, dt_min, dt_max
+  kTakesTimeStep = 1u << 2,     // dt_softplus
+  kTakesTimeLimit = 1u << 6,    // dt_min, dt_max
   kTakesL2Norm = 1u << 3,       // qk_l2norm
   kTakesRawGates = 1u << 4,     // lower_bound, allow_neg_eigval, with A_log
   kTakesHouseholder = 1u << 5,  // num_householder

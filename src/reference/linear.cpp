@@ -23,6 +23,8 @@ LinearEngineFunctions functions_of(const LinearProblem& problem) {
       return dplr_engine();
     case LinearEngine::gated_slots:
       return gated_slots_engine();
+    case LinearEngine::scan:
+      return scan_engine();
     case LinearEngine::scalar_decay:
       break;
   }
@@ -32,7 +34,8 @@ LinearEngineFunctions functions_of(const LinearProblem& problem) {
 LinearStep step_of(const LinearProblem& problem, double* scratch) {
   return {.dk = problem.head_dim_k,
           .width = value_width(problem),
-          .scale = problem.scale,
+          // A quotient of two reads is scaled itself.
+          .scale = problem.traits.read == ReadForm::quotient ? 1.0 : problem.scale,
           .channels = problem.traits.decay == DecayAxis::key,
           .exclusive = problem.traits.exclusive,
           .slots = problem.num_slots,
@@ -62,7 +65,7 @@ class ForwardWorker {
   void run(const TokenRange& tokens, std::int64_t head, const StateViews& from,
            std::int64_t from_slot, const StateViews& to) {
     load_state(problem_, from, from_slot, head, before_);
-    const double stabiliser = load_stabiliser(from, from_slot, head);
+    const double stabiliser = load_stabiliser(problem_, from, from_slot, head);
     rows_.begin(tokens, head, stabiliser);
     const LinearEngineFunctions engine = functions_of(problem_);
     for (std::int64_t index = 0; index < tokens.length * problem_.rows_per_token; ++index) {
@@ -129,8 +132,8 @@ std::int64_t kept_states(const LinearProblem& problem) {
 struct ConstantSums {
   explicit ConstantSums(const LinearBackwardProblem& problem)
       : rate(gate + (problem.gate_per_head ? 1 : 0)),
-        dt_bias(rate + (problem.gradients.rate.wanted ? 1 : 0)),
-        skip(dt_bias + (problem.gradients.dt_bias.wanted ? problem.decay_width : 0)),
+        dt_bias(rate + (problem.gradients.rate.wanted ? problem.rate_width : 0)),
+        skip(dt_bias + (problem.gradients.dt_bias.wanted ? problem.gate_width : 0)),
         u(skip + (problem.gradients.skip.wanted ? problem.skip_width : 0)),
         width(u + (problem.gradients.u.wanted ? problem.head_dim_k : 0)) {}
 
@@ -163,7 +166,8 @@ class BackwardWorker {
     layout.add(2, erase_width(problem));
     layout.add(3, dv);  // and d_y
     layout.add(std::max(dk, dv));
-    layout.add(3 * problem.decay_width + problem.skip_width + 1);
+    layout.add(problem.decay_width + 2 * problem.gate_width);
+    layout.add(problem.rate_width + problem.skip_width + 1);
     layout.add(problem.slot, dk, 1 + problem.rows_per_token);  // sums over the group: q, k
     layout.add(problem.slot, dk, 2 * problem.rows_per_token);  // a, b
     layout.finish_line();
@@ -215,9 +219,10 @@ class BackwardWorker {
     raw_.a = scratch.take(erase_width(problem));
     gradient_.x = scratch.take(value_width(problem));
     gradient_.write = scratch.take(1);
-    for (double** part : {&gradient_.alpha, &raw_.gate, &raw_.dt_bias}) {
-      *part = scratch.take(problem.decay_width);
-    }
+    gradient_.alpha = scratch.take(problem.decay_width);
+    raw_.gate = scratch.take(problem.gate_width);
+    raw_.dt_bias = scratch.take(problem.gate_width);
+    raw_.rate = scratch.take(problem.rate_width);
     raw_.v = scratch.take(problem.head_dim_v);
     raw_.z = scratch.take(problem.head_dim_v);
     raw_.b = scratch.take(std::max(dk, problem.head_dim_v));
@@ -242,7 +247,7 @@ class BackwardWorker {
     const LinearEngineFunctions engine = functions_of(problem_);
     const std::int64_t width = value_width(problem_);
     const std::int64_t count = tokens.length * problem_.rows_per_token;
-    rows_.begin(tokens, head, load_stabiliser(problem_.initial_state, n, head));
+    rows_.begin(tokens, head, load_stabiliser(problem_, problem_.initial_state, n, head));
 
     double* before = state(0);
     double* now = state(1);
@@ -307,10 +312,10 @@ class BackwardWorker {
     if (problem_.gate_per_head) {
       sums[at.gate] += raw_.gate[0];
     } else if (index % each == 0) {
-      store(out.gate, tokens.batch, token, head, problem_.decay_width, raw_.gate);
+      store(out.gate, tokens.batch, token, head, problem_.gate_width, raw_.gate);
     }
-    if (out.rate.wanted) sums[at.rate] += raw_.rate;
-    add(out.dt_bias, raw_.dt_bias, problem_.decay_width, sums + at.dt_bias);
+    add(out.rate, raw_.rate, problem_.rate_width, sums + at.rate);
+    add(out.dt_bias, raw_.dt_bias, problem_.gate_width, sums + at.dt_bias);
     add(out.skip, raw_.skip, problem_.skip_width, sums + at.skip);
     add(out.u, raw_.u, dk, sums + at.u);
   }
@@ -418,8 +423,8 @@ void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& p
   const LinearTensors& out = problem.gradients;
   const ConstantSums at(problem);
   if (problem.gate_per_head) store_constant(problem, out.gate, sums, at.gate, 1, at.width);
-  store_constant(problem, out.rate, sums, at.rate, 1, at.width);
-  store_constant(problem, out.dt_bias, sums, at.dt_bias, problem.decay_width, at.width);
+  store_constant(problem, out.rate, sums, at.rate, problem.rate_width, at.width);
+  store_constant(problem, out.dt_bias, sums, at.dt_bias, problem.gate_width, at.width);
   store_constant(problem, out.skip, sums, at.skip, problem.skip_width, at.width);
   store_constant(problem, out.u, sums, at.u, problem.head_dim_k, at.width);
   const std::int64_t hk = problem.num_heads_k;
@@ -436,7 +441,7 @@ void run_linear_backward(const BackendPlan& plan, const LinearBackwardProblem& p
   clear_slack(problem, out.a, channels || slots ? hv : hk, slots ? problem.num_slots : dk);
   clear_slack(problem, out.b, channels ? hv : hk, channels ? dv : dk);
   clear_slack(problem, out.z, hv, dv);
-  if (!problem.gate_per_head) clear_slack(problem, out.gate, hv, problem.decay_width);
+  if (!problem.gate_per_head) clear_slack(problem, out.gate, hv, problem.gate_width);
 }
 
 PlanResult plan_linear_step(const LinearStepProblem& problem) {

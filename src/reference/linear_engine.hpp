@@ -42,5 +42,6 @@ LinearEngineFunctions channel_decay_engine();
 LinearEngineFunctions delta_rule_engine();
 LinearEngineFunctions dplr_engine();
 LinearEngineFunctions gated_slots_engine();
+LinearEngineFunctions scan_engine();
 
 }  // namespace onchip::reference

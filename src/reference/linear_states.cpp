@@ -1,6 +1,7 @@
 #include "reference/linear_states.hpp"
 
 #include <algorithm>
+#include <limits>
 
 namespace onchip::reference {
 
@@ -65,9 +66,11 @@ void load_state(const LinearProblem& problem, const StateViews& parts, std::int6
                    });
 }
 
-double load_stabiliser(const StateViews& parts, std::int64_t slot, std::int64_t head) {
+double load_stabiliser(const LinearProblem& problem, const StateViews& parts, std::int64_t slot,
+                       std::int64_t head) {
   const StateView& stabiliser = parts[2];
-  return stabiliser.wanted ? load_as_double(stabiliser.at(slot, head), stabiliser.dtype) : 0.0;
+  if (stabiliser.wanted) return load_as_double(stabiliser.at(slot, head), stabiliser.dtype);
+  return problem.traits.read == ReadForm::quotient ? -std::numeric_limits<double>::infinity() : 0.0;
 }
 
 void store_state(const LinearProblem& problem, const StateViews& parts, std::int64_t slot,

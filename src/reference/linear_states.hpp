@@ -20,7 +20,9 @@ void add_states(const LinearProblem& problem, Layout& layout, std::int64_t count
 // Absent parts are zero.
 void load_state(const LinearProblem& problem, const StateViews& parts, std::int64_t slot,
                 std::int64_t head, double* state);
-double load_stabiliser(const StateViews& parts, std::int64_t slot, std::int64_t head);
+// Absent: 0; -inf for rwkv4, whose empty state weighs nothing.
+double load_stabiliser(const LinearProblem& problem, const StateViews& parts, std::int64_t slot,
+                       std::int64_t head);
 
 // `third`: the stabiliser, or its gradient.
 void store_state(const LinearProblem& problem, const StateViews& parts, std::int64_t slot,

@@ -11,7 +11,7 @@ from harness import BFLOAT16
 
 import onchip
 from onchip.oracle import linear_compare
-from onchip.oracle.linear_cases import SHORT_KEYS, TENSORS
+from onchip.oracle.linear_cases import NO_MATRIX, SCANS, SHORT_KEYS, TENSORS
 from onchip.oracle.linear_compare import parts_of
 
 # Each is forced by name, for the operators that it takes; None: all.
@@ -27,8 +27,8 @@ DELTA_RULES = ("delta_rule", "gated_delta_rule", "kda", "comba", "gdn2", "gated_
 BACKENDS: Mapping = {"reference": None, "cpu": (*SCALAR_DECAY, *DELTA_RULES)}
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16]
 
-CONSTANT_SHAPES = ("head", "head_value", "head_key")
-KEYWORDS = ("D", "z", "A_log", "dt_bias")  # never positional
+CONSTANT_SHAPES = ("head", "head_value", "head_key", "per_channel", "per_channel_key")
+KEYWORDS = ("D", "z", "A_log", "dt_bias", "delta_bias")  # never positional
 
 
 class Variant(NamedTuple):
@@ -53,7 +53,16 @@ class Variant(NamedTuple):
         return self.options.get("num_householder", 1)
 
     def layout(self, options):
-        return options.get("state_layout", "vk" if self.op == "mamba2" else "kv")
+        return options.get("state_layout", "vk" if self.op in ("mamba1", "mamba2") else "kv")
+
+    def with_layout(self, layout):
+        """The option, where the operator has it."""
+        return {} if self.op in NO_MATRIX else dict(state_layout=layout)
+
+    @property
+    def values(self):
+        """The name of what is written."""
+        return next(name for name in ("x", "v", "u") if name in TENSORS[self.op])
 
 
 VARIANTS = [
@@ -96,6 +105,16 @@ VARIANTS = [
     Variant("rwkv7", "plain"),
     Variant("iplr", "plain"),
     Variant("gsa", "plain", parts=2),
+    Variant("hgrn", "plain"),
+    Variant("mamba1", "full"),
+    Variant(
+        "mamba1",
+        "one_group",
+        without=("D", "z", "delta_bias"),
+        shapes={"B": "one_group", "C": "one_group"},
+    ),
+    Variant("mamba1", "linear_delta", dict(delta_softplus=False), without=("z",)),
+    Variant("rwkv4", "plain", parts=3, positive=True),
 ]
 
 
@@ -140,6 +159,11 @@ class Sizes(NamedTuple):
     dv: int = 2
     slots: int = 4
 
+    @property
+    def channels(self):
+        """Of a scan."""
+        return self.heads_v * self.dv
+
 
 def _shape(kind, s, lead, each, is_step):
     rows = {
@@ -148,14 +172,23 @@ def _shape(kind, s, lead, each, is_step):
         "scalar": (s.heads_v,),
         "channel": (s.heads_v, s.dk),
         "slots": (s.heads_v, s.slots),
+        "width": (s.channels,),
+        "groups": (s.heads_k, s.dk),
+        "one_group": (s.dk,),
     }
     if kind.endswith("_rows"):
         lead = (*lead, each) if is_step else (*lead[:-1], lead[-1] * each)
         kind = kind.removesuffix("_rows")
     if kind in rows:
         return (*lead, *rows[kind])
-    heads = {"head": (), "head_value": (s.dv,), "head_key": (s.dk,)}
-    return (s.heads_v, *heads[kind])
+    constants = {
+        "head": (s.heads_v,),
+        "head_value": (s.heads_v, s.dv),
+        "head_key": (s.heads_v, s.dk),
+        "per_channel": (s.channels,),
+        "per_channel_key": (s.channels, s.dk),
+    }
+    return constants[kind]
 
 
 def _values(rng, variant, name, shape):
@@ -176,7 +209,9 @@ def _values(rng, variant, name, shape):
         return -np.exp(0.5 * x)
     if name == "f":
         return x + 1.5
-    if variant.positive and name in ("q", "k"):
+    if name in ("delta", "delta_bias") and not variant.options.get("delta_softplus", True):
+        return np.abs(x)  # a step back in time would grow
+    if variant.positive and name in ("q", "k") and variant.op != "rwkv4":
         return np.abs(x) + 0.01
     return x
 
@@ -202,10 +237,37 @@ def draw_state(rng, variant, sizes, count, dtype=np.float64, layout="kv"):
     if variant.op == "gsa":
         pair = ((s.dk, s.slots), (s.slots, s.dv))
         shapes = [(count, s.heads_v, *(p if layout == "kv" else p[::-1])) for p in pair]
+    if variant.op in SCANS:
+        shapes = [(count, s.channels)] * 3
+    if variant.op == "mamba1":
+        pair = (s.dk, s.channels)
+        shapes = [(count, *(pair if layout == "kv" else pair[::-1]))]
     parts = tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes[: variant.parts])
     if variant.positive:
-        parts = (parts[0], np.abs(parts[1]))
+        parts = (parts[0], np.abs(parts[1]), *parts[2:])
     return parts if len(parts) > 1 else parts[0]
+
+
+def empty_state(variant, like):
+    """What no initial state means, in the shapes of a state."""
+    parts = tuple(np.zeros_like(part) for part in parts_of(like))
+    if variant.op == "rwkv4":
+        parts = (*parts[:2], np.full_like(parts[2], -np.inf))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def of_head(kind, x, h, sizes):
+    """A tensor's part of value head h, where there are as many key heads; of a scan's group."""
+    channels = slice(h * sizes.dv, (h + 1) * sizes.dv)
+    if kind in ("width", "per_channel"):
+        return x[..., channels]
+    if kind == "per_channel_key":
+        return x[channels]
+    if kind == "one_group":
+        return x
+    if kind in ("scalar", "scalar_rows", "head"):
+        return x[..., h : h + 1]
+    return x[..., h : h + 1, :]
 
 
 def _split(variant, tensors):
@@ -237,11 +299,11 @@ def output_shape(variant, tensors):
 
 
 def dtype_of(variant, tensors):
-    return tensors["x" if variant.op == "mamba2" else "v"].dtype
+    return tensors[variant.values].dtype
 
 
 def d_final_of(rng, variant, final):
-    """A gradient for the final state: mlstm's stabiliser has none."""
+    """A gradient for the final state: a stabiliser has none."""
     parts = tuple(rng.standard_normal(p.shape).astype(p.dtype) for p in parts_of(final)[:2])
     if variant.parts == 3:
         return (*parts, None)

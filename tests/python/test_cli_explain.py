@@ -238,4 +238,4 @@ def test_explain_reaches_every_option(operator):
 )
 def test_a_name_that_may_have_been_meant(run, word, meant):
     _, _, err = run("explain", word)
-    assert err.endswith("gsa_step\n" if meant is None else f"; nearest legal: {meant}\n")
+    assert err.endswith("rwkv4_step\n" if meant is None else f"; nearest legal: {meant}\n")

@@ -17,7 +17,9 @@ def rows_of(out):
     return {tuple(cells[:2]): cells[2:] for cells in lines if len(cells) > 4}
 
 
-def test_verify(run):
+def test_verify(run, monkeypatch):
+    # However slow the machine, no line of progress.
+    monkeypatch.setattr("onchip.cli.progress._SECONDS_BETWEEN_LINES", 3600.0)
     status, out, err = run("verify", "--count", "6", "--seed", "3")
     assert (status, err) == (0, "")
     rows = rows_of(out)
@@ -76,6 +78,45 @@ def spoil(monkeypatch, operator, change):
         return result
 
     monkeypatch.setattr(onchip.ops, operator, wrong)
+
+
+@pytest.mark.parametrize("what", ["o", "state[0]", "state[2]", "a slot of no row", "a skipped row"])
+def test_verify_finds_a_wrong_step(run, monkeypatch, what):
+    """What a step returns, what it leaves in the pool, and what it may not touch."""
+    right, spoiled = onchip.ops.rwkv4_step, []
+
+    def wrong(**call):
+        o = right(**call)
+        indices = call["state_indices"]
+        given = np.arange(len(o)) if indices is None else indices
+        live = np.flatnonzero(given >= 0)
+        state = call["state"]
+        spare = np.setdiff1d(np.arange(len(state[0])), given[live])
+        skipped = np.flatnonzero(given < 0)
+        rows, array = {
+            "o": (live, o),
+            "a skipped row": (skipped, o),
+            "a slot of no row": (spare, state[1]),
+            "state[0]": (given[live], state[0]),
+            "state[2]": (given[live], state[2]),
+        }[what]
+        if len(rows):
+            array[rows[0], -1] += 5
+            spoiled.append(rows[0])
+        return o
+
+    monkeypatch.setattr(onchip.ops, "rwkv4_step", wrong)
+    status, out, err = run(
+        *("verify", "rwkv4_step", "--backend", "reference", "--count", "20", "--seed", "5")
+    )
+    assert (status, err) == (1, "") and spoiled
+    assert rows_of(out)["rwkv4_step", "reference"][2] == str(len(spoiled))
+    words = {
+        "a slot of no row": "state[1]: a slot of no row was written",
+        "a skipped row": "o: a row that was skipped is not 0",
+    }
+    assert words.get(what, f"{what}: RMS error ") in out
+    assert "slots of float" in out
 
 
 LINEAR = ("mamba2_forward", "simple_gla_backward")

@@ -7,6 +7,7 @@ from harness import poisoned, restrided
 from linear_cases import (
     BACKENDS,
     DTYPES,
+    SCANS,
     VARIANTS,
     Sizes,
     backward,
@@ -16,8 +17,10 @@ from linear_cases import (
     d_final_of,
     draw,
     draw_state,
+    empty_state,
     every_call,
     forward,
+    of_head,
     output_shape,
     parts_of,
     rows_of,
@@ -76,8 +79,7 @@ def test_every_length(on, variant, length):
     if length == 0:
         equal_bits(parts_of(got.dinitial_state)[:2], parts_of(d_final)[:2])
     # None and zeros are one initial state.
-    zeros = tuple(np.zeros_like(part) for part in parts_of(state))
-    zeros = zeros if len(zeros) > 1 else zeros[0]
+    zeros = empty_state(variant, state)
     equal_bits(
         forward(on, variant, tensors)[:1], forward(on, variant, tensors, initial_state=zeros)[:1]
     )
@@ -309,7 +311,9 @@ def test_grouped_heads_are_repeated_ones(on, variant):
     rng = np.random.default_rng(8)
     sizes = Sizes(batch=1, length=12, heads_k=2, heads_v=6)
     tensors = draw(rng, variant, sizes)
-    grouped = [name for name, kind in variant.tensors().items() if kind in ("key", "key_rows")]
+    grouped = [
+        name for name, kind in variant.tensors().items() if kind in ("key", "key_rows", "groups")
+    ]
     repeated = {
         name: np.repeat(x, 3, axis=2) if name in grouped else x for name, x in tensors.items()
     }
@@ -340,12 +344,11 @@ def test_heads_and_sequences_do_not_meet(on, variant):
         return
     for h in range(3):
         alone = {
-            name: x[..., h : h + 1]
-            if kind in ("scalar", "scalar_rows", "head")
-            else x[..., h : h + 1, :]
+            name: of_head(kind, x, h, sizes)
             for (name, kind), x in zip(variant.tensors().items(), tensors.values(), strict=True)
         }
-        compare.assert_bitwise("o", o[:, :, h : h + 1], forward(on, variant, alone)[0])
+        own = of_head("width" if variant.op in SCANS else "value", o, h, sizes)
+        compare.assert_bitwise("o", own, forward(on, variant, alone)[0])
 
 
 @every_call

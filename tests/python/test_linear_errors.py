@@ -262,3 +262,81 @@ def test_on_a_gpu_no_backend_takes_it_yet():
     q = onchip.ArraySpec((2, 5, 2, 3), "float32", "cuda")
     text = onchip.explain("retention_forward", q, q, q)
     assert "no backend takes this call" in text and "CPU tensors only" in text
+
+
+# ---- scans ---------------------------------------------------------------------------------------
+
+SCAN = {v.op: v for v in reversed(VARIANTS) if v.op in ("hgrn", "mamba1", "rwkv4")}
+REFUSED_SCANS = [
+    ("hgrn", "x", dict(x=zeros(2, 5, 4, 2))),
+    ("hgrn", "x", dict(x=zeros(8))),
+    ("hgrn", "x", dict(x=zeros(2, 5, 8, dtype=np.int32))),
+    ("hgrn", "x", dict(cu_seqlens=[0, 5])),
+    ("hgrn", "log_decay", dict(log_decay=zeros(8))),
+    ("hgrn", "log_decay", dict(log_decay=zeros(2, 5, 7))),
+    ("hgrn", "initial_state", dict(initial_state=zeros(2, 8, 1))),
+    ("hgrn", "initial_state", dict(initial_state=zeros(8, 2))),
+    ("hgrn", "initial_state[1]", dict(initial_state=(zeros(2, 8), zeros(2, 8)))),
+    ("mamba1", "u", dict(u=zeros(2, 5, 7))),
+    ("mamba1", "delta", dict(delta=zeros(2, 5, 1))),
+    ("mamba1", "A", dict(A=zeros(3, 8))),
+    ("mamba1", "A", dict(A=zeros(8))),
+    ("mamba1", "C", dict(C=zeros(2, 5, 257), B=zeros(2, 5, 257), A=zeros(8, 257))),
+    ("mamba1", "B", dict(B=zeros(2, 5, 3))),
+    ("mamba1", "B", dict(B=zeros(2, 5, 2, 4))),
+    ("mamba1", "B", dict(B=zeros(2, 5, 2, 3, dtype=np.float64))),
+    ("mamba1", "C", dict(C=zeros(2, 3))),
+    ("mamba1", "C", dict(C=zeros(2, 5, 2, 1, 3))),
+    ("mamba1", "u", dict(C=zeros(2, 5, 3, 3))),
+    ("mamba1", "D", dict(D=zeros(8, 1))),
+    ("mamba1", "z", dict(z=zeros(2, 5, 4))),
+    ("mamba1", "delta_bias", dict(delta_bias=zeros(1))),
+    ("mamba1", "delta_softplus", dict(delta_softplus="yes")),
+    ("mamba1", "delta_softplus", dict(delta_softplus=None)),
+    ("mamba1", "state_layout", dict(state_layout="nd")),
+    ("mamba1", "initial_state", dict(initial_state=zeros(2, 3, 8))),
+    ("mamba1", "initial_state", dict(initial_state=zeros(2, 8, 3), state_layout="kv")),
+    ("rwkv4", "v", dict(v=zeros(2, 5, 4, 2))),
+    ("rwkv4", "k", dict(k=zeros(2, 4, 8))),
+    ("rwkv4", "log_decay", dict(log_decay=zeros(2, 5, 8))),
+    ("rwkv4", "u", dict(u=zeros(8, 1))),
+    ("rwkv4", "initial_state[1]", dict(initial_state=zeros(2, 8))),
+    ("rwkv4", "initial_state[2]", dict(initial_state=(zeros(2, 8), zeros(2, 8), zeros(2)))),
+    ("rwkv4", "scale", dict(scale=float("inf"))),
+]
+
+
+@pytest.mark.parametrize(("op", "argument", "change"), REFUSED_SCANS)
+def test_refused_by_scans(op, argument, change):
+    tensors = base(SCAN[op]) | change
+    with pytest.raises(onchip.InvalidArgument) as refusal:
+        getattr(onchip.ops, f"{op}_forward")(**tensors)
+    message = str(refusal.value)
+    assert message.startswith(f"{op}_forward: {argument}: got ") and "wanted" in message, message
+
+
+def test_shapes_of_scans_are_said_in_their_own_words():
+    with pytest.raises(onchip.InvalidArgument, match=r"wanted \[batch, T, D\] \(no cu_seqlens\)"):
+        onchip.ops.hgrn_forward(zeros(5, 8), zeros(5, 8))
+    tensors = base(SCAN["mamba1"])
+    for change, words in (
+        (dict(A=zeros(8, 4)), r"\[D, N\] = \[8, 3\]"),
+        (dict(B=zeros(2, 5, 3)), r"\[batch, T, groups, N\] = \[2, 5, 2, 3\]"),
+        (dict(C=zeros(2, 5, 3, 3)), "8 channels, wanted a multiple of C's 3 groups"),
+        (dict(initial_state=zeros(2, 3, 8)), r"\[num_seqs, D, N\] = \[2, 8, 3\]"),
+    ):
+        with pytest.raises(onchip.InvalidArgument, match=words):
+            onchip.ops.mamba1_forward(**(tensors | change))
+
+
+@pytest.mark.parametrize("op", ["hgrn", "rwkv4"])
+def test_vectors_have_no_layout(op):
+    with pytest.raises(TypeError, match="state_layout"):
+        getattr(onchip.ops, f"{op}_forward")(**base(SCAN[op]), state_layout="vk")
+
+
+def test_the_maximum_has_no_gradient():
+    tensors = base(SCAN["rwkv4"])
+    state = draw_state(np.random.default_rng(2), SCAN["rwkv4"], SIZES, 2, np.float32)
+    with pytest.raises(onchip.InvalidArgument, match=r"rwkv4_backward: d_final_state\[2\]: got"):
+        onchip.ops.rwkv4_backward(tensors["v"], **tensors, d_final_state=state)

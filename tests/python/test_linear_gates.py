@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from harness import BFLOAT16
 from linear_cases import (
+    CONSTANT_SHAPES,
     DTYPES,
     VARIANTS,
     Sizes,
@@ -33,7 +34,8 @@ cut_by_resets = pytest.mark.parametrize(
     calls_of(
         v
         for v in GIVEN_DECAY
-        if v.tensors()["log_decay"] != "head" and v.op not in ("rwkv6", "comba", "rwkv7")
+        if v.tensors()["log_decay"] not in CONSTANT_SHAPES
+        and v.op not in ("rwkv6", "comba", "rwkv7")
     ),
     ids=call_id,
 )
@@ -99,7 +101,7 @@ def test_a_reset_cuts_exactly(on, variant):
             assert not early.any(), name
     # At -104 itself the past still counts.
     cut["log_decay"][:, at] = -104.0
-    cut["v"][:, at * variant.each - 1] = 1e60
+    cut[variant.values][:, at * variant.each - 1] = 1e60
     o, _ = forward(on, variant, cut)
     assert np.abs(o[:, at]).max() > 1e3
 
@@ -108,7 +110,7 @@ def test_a_reset_cuts_exactly(on, variant):
 def test_a_state_that_is_not_finite_ends_at_a_reset(on, variant):
     rng = np.random.default_rng(3)
     tensors = draw(rng, variant, SIZES)
-    tensors["v"][:, 3] = np.inf
+    tensors[variant.values][:, 3] = np.inf
     tensors["log_decay"][:, 9] = -np.inf
     o, final = forward(on, variant, tensors, output_final_state=True)
     assert not np.isfinite(o[:, 5]).any()
@@ -190,18 +192,22 @@ def test_mlstm_with_closed_gates(on, variant):
         assert np.isfinite(getattr(got, "d" + name)).all(), name
 
 
-@pytest.mark.parametrize(("on", "variant"), calls_of([Variant("mamba2", "softplus")]), ids=str)
+@pytest.mark.parametrize(
+    ("on", "variant"),
+    calls_of([Variant("mamba1", "softplus"), Variant("mamba2", "softplus")]),
+    ids=call_id,
+)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, BFLOAT16])
 def test_the_time_step_over_20(on, variant, dtype):
     """softplus is the identity there and its slope 1; far below 0 both vanish."""
-    variant = variant._replace(without=("D", "z", "dt_bias"))
+    variant = variant._replace(without=("D", "z", "dt_bias", "delta_bias"))
     values = np.array([-30.0, 0.0, 19.9, 20.1, 25.0, 100.0])
     sizes = Sizes(batch=1, length=len(values), heads_k=1, heads_v=1)
     tensors = draw(np.random.default_rng(8), variant, sizes, dtype)
-    tensors["dt"][0, :, 0] = values
+    tensors["dt" if "dt" in tensors else "delta"][0, :, 0] = values
     tensors["A"][...] = -1e-3
     check_forward(on, variant, tensors)
-    check_backward(on, variant, np.ones_like(tensors["x"]), tensors)
+    check_backward(on, variant, np.ones_like(tensors[variant.values]), tensors)
 
 
 @calls_with(op=("mamba2",))
@@ -210,6 +216,24 @@ def test_a_positive_rate_is_found_by_check(on, variant):
     forward(on, variant, tensors, check=True)
     tensors["A"][1] = 1e-9
     with pytest.raises(onchip.InvalidArgument, match="A: got 1e-09 for head 1"):
+        forward(on, variant, tensors, check=True)
+
+
+@calls_with(op=("mamba1",))
+def test_a_positive_rate_of_a_scan_is_found_by_check(on, variant):
+    tensors = draw(np.random.default_rng(9), variant, Sizes())
+    forward(on, variant, tensors, check=True)
+    tensors["A"][5, 2] = 1e-9
+    with pytest.raises(onchip.InvalidArgument, match="A: got 1e-09 for channel 5"):
+        forward(on, variant, tensors, check=True)
+
+
+@calls_with(op=("gla", "rwkv7", "gsa"))
+def test_growth_in_any_channel_is_found_by_check(on, variant):
+    tensors = draw(np.random.default_rng(9), variant, Sizes())
+    forward(on, variant, tensors, check=True)
+    tensors["log_decay"][1, 3, 2, -1] = 0.25
+    with pytest.raises(onchip.InvalidArgument, match=r"log_decay: got 0\.25 for head 2, row 3"):
         forward(on, variant, tensors, check=True)
 
 

@@ -78,7 +78,7 @@ def test_every_row_of_the_table_is_a_function():
 def test_equals_a_plain_loop(variant):
     for layout in ("kv", "vk"):
         tensors, state = draw(variant), draw_state(variant, layout=layout)
-        o, *final = split_call(variant, tensors, initial_state=state, state_layout=layout)
+        o, *final = split_call(variant, tensors, initial_state=state, **variant.with_layout(layout))
         wanted, wanted_final = plain(variant, tensors, state, layout=layout)
         close(o, wanted)
         for part, want in zip(final, wanted_final, strict=True):
@@ -260,10 +260,10 @@ def test_fake_results_are_like_the_real_ones(variant):
 
     for dtype, layout in ((torch.float64, "kv"), (torch.bfloat16, "vk")):
         tensors = draw(variant, dtype)
-        real = split_call(variant, tensors, state_layout=layout)
+        real = split_call(variant, tensors, **variant.with_layout(layout))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = {name: mode.from_tensor(x) for name, x in tensors.items()}
-            made = split_call(variant, fakes, state_layout=layout)
+            made = split_call(variant, fakes, **variant.with_layout(layout))
         for a, b in zip(made, real, strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 

@@ -99,8 +99,67 @@ def _plain_gsa(given, initial_state, layout):
     return torch.stack(rows, 1), tuple(x.mT if layout == "vk" else x for x in (keys, values))
 
 
+def _plain_mamba1(given, options, initial_state, layout):
+    delta = given["delta"] + given.get("delta_bias", torch.zeros(()))
+    delta = _softplus(delta) if options.get("delta_softplus", True) else delta
+    u, rates = given["u"], given["A"]
+    channels, numbers = rates.shape
+
+    def spread(x):
+        x = x[:, :, None] if x.dim() == 3 else x
+        return x.repeat_interleave(channels // x.shape[2], 2)
+
+    b, c = spread(given["B"]), spread(given["C"])
+    state = u.new_zeros(u.shape[0], channels, numbers)
+    if initial_state is not None:
+        state = initial_state.mT if layout == "kv" else initial_state
+    rows = []
+    for t in range(u.shape[1]):
+        step = delta[:, t, :, None]
+        state = (step * rates).exp() * state + step * b[:, t] * u[:, t, :, None]
+        y = (c[:, t] * state).sum(-1)
+        if "D" in given:
+            y = y + given["D"] * u[:, t]
+        rows.append(y * silu(given["z"][:, t]) if "z" in given else y)
+    return torch.stack(rows, 1), (state.mT if layout == "kv" else state,)
+
+
+def _plain_rwkv4(given, initial_state):
+    k, v, log_decay, u = (given[name] for name in ("k", "v", "log_decay", "u"))
+    numerator = denominator = torch.zeros_like(v[:, 0])
+    m = torch.full_like(numerator, -float("inf"))
+    if initial_state is not None:
+        numerator, denominator = (part * initial_state[2].exp() for part in initial_state[:2])
+        m = initial_state[2].detach()
+    rows = []
+    for t in range(k.shape[1]):
+        own = (u + k[:, t]).exp()
+        rows.append((numerator + own * v[:, t]) / (denominator + own))
+        numerator = log_decay.exp() * numerator + k[:, t].exp() * v[:, t]
+        denominator = log_decay.exp() * denominator + k[:, t].exp()
+        m = torch.maximum(log_decay + m, k[:, t]).detach()
+    return torch.stack(rows, 1), (numerator * (-m).exp(), denominator * (-m).exp(), m)
+
+
+def _plain_hgrn(given, initial_state):
+    x, log_decay = given["x"], given["log_decay"]
+    state = torch.zeros_like(x[:, 0]) if initial_state is None else initial_state
+    rows = []
+    for t in range(x.shape[1]):
+        state = log_decay[:, t].exp() * state + x[:, t]
+        rows.append(state)
+    return torch.stack(rows, 1), (state,)
+
+
 def plain(variant, tensors, initial_state=None, *, layout=None):
     """(o, parts of the final state), batch by batch of tokens, states [N, Hv, dk, dv]."""
+    if variant.op == "hgrn":
+        return _plain_hgrn(tensors, initial_state)
+    if variant.op == "rwkv4":
+        return _plain_rwkv4(tensors, initial_state)
+    if variant.op == "mamba1":
+        layout = variant.layout({}) if layout is None else layout
+        return _plain_mamba1(tensors, variant.options, initial_state, layout)
     if variant.op == "gsa":
         return _plain_gsa(tensors, initial_state, variant.layout({}) if layout is None else layout)
     op, options = variant.op, dict(variant.options)

@@ -18,11 +18,12 @@ LinearCall::LinearCall(Random& random, const LinearDraw& draw)
   dv_ = random_.integer(1, draw.widest);
   num_seqs_ = random_.integer(1, 3);
   length_ = random_.integer(0, draw.longest);
+  one_group_ = is_scan() && random_.chance(0.5);
   packed_ = draw.phase != LinearPhase::step && random_.chance(0.4);
   draw_options();
   draw_lengths();
   draw_tensors();
-  const Shape values = shape_of(ops::LinearShape::value);
+  const Shape values = shape_of(is_scan() ? ops::LinearShape::scalar : ops::LinearShape::value);
   switch (draw.phase) {
     case LinearPhase::forward:
       draw_forward(values);
@@ -52,9 +53,11 @@ void LinearCall::draw_options() {
     if (options_.gate == ONCHIP_GATE_EXP) options_.normalize = -1;
     if (options_.gate == ONCHIP_GATE_EXP || options_.normalize == 1) options_.eps = 0.1;
   }
-  if ((row_.options & ops::kTakesTimeStep) != 0) options_.dt_max = 2.0;
+  if ((row_.options & ops::kTakesTimeStep) != 0) options_.dt_softplus = random_.one_of({0, 1});
+  if ((row_.options & ops::kTakesTimeLimit) != 0) options_.dt_max = 2.0;
   if ((row_.options & ops::kTakesL2Norm) != 0 && random_.chance(0.5)) options_.qk_l2norm = 1;
-  if (random_.chance(0.3)) options_.state_layout = random_.one_of({1, 2});
+  const bool matrix = options_.op != ONCHIP_HGRN && options_.op != ONCHIP_RWKV4;
+  if (matrix && random_.chance(0.3)) options_.state_layout = random_.one_of({1, 2});
   if (random_.chance(0.3) && draw_.phase != LinearPhase::step) options_.chunk_len = 16;
 }
 
@@ -84,10 +87,12 @@ void LinearCall::draw_tensors() {
 
 void LinearCall::draw_forward(const Shape& values) {
   add("o", &forward_.o, values, draw_.dtype, true);
-  if (random_.chance(0.5)) {
+  const bool initial = random_.chance(0.5);
+  if (initial) {
     add_state("initial_state", forward_.initial_state, num_seqs_, state_dtype_, false, 3);
   }
-  if (random_.chance(0.5)) {
+  // No number that is not finite: rwkv4's empty state has a maximum of -inf.
+  if ((initial || options_.op != ONCHIP_RWKV4) && random_.chance(0.5)) {
     add_state("final_state", forward_.final_state, num_seqs_, state_dtype_, true, 3);
   }
 }
@@ -173,6 +178,8 @@ Shape LinearCall::shape_of(ops::LinearShape shape) const {
     case ops::LinearShape::scalar:
     case ops::LinearShape::scalar_or_head:
       return with({heads_v_});
+    case ops::LinearShape::shared:
+      return one_group_ ? with({dk_}) : with({heads_k_, dk_});
     case ops::LinearShape::slots:
       return with({heads_v_, kSlots});
     case ops::LinearShape::channel:
@@ -204,6 +211,15 @@ void LinearCall::add_state(const char* name,
   const auto matrix = [&](std::int64_t rows, std::int64_t columns) {
     return vk ? Shape{count, heads_v_, columns, rows} : Shape{count, heads_v_, rows, columns};
   };
+  if (is_scan()) {
+    const std::size_t own = options_.op == ONCHIP_RWKV4 ? 3 : 1;
+    const Shape numbers = vk ? Shape{count, heads_v_, dk_} : Shape{count, dk_, heads_v_};
+    for (std::size_t part = 0; part < std::min(own, most); ++part) {
+      add(name, &parts[part], options_.op == ONCHIP_MAMBA1 ? numbers : Shape{count, heads_v_},
+          dtype, output, in_place);
+    }
+    return;
+  }
   if (options_.op == ONCHIP_GSA) {
     add(name, &parts[0], matrix(dk_, kSlots), dtype, output, in_place);
     add(name, &parts[1], matrix(kSlots, dv_), dtype, output, in_place);
@@ -242,8 +258,9 @@ bool LinearCall::mutate_option() {
       options_.num_householder = any_integer();
       return true;
     case 7:
-      options_.op =
-          random_.chance(0.7) ? static_cast<std::int32_t>(random_.integer(0, 18)) : any_int32();
+      options_.op = random_.chance(0.7)
+                        ? static_cast<std::int32_t>(random_.integer(0, kLinearOperators))
+                        : any_int32();
       return true;
     case 8:
       options_.state_layout = random_.chance(0.7) ? 1 : any_int32();

@@ -18,7 +18,7 @@ struct LinearDraw {
   std::int64_t longest = 20;
 };
 
-constexpr std::int32_t kLinearOperators = ONCHIP_GSA;  // they are numbered from 1
+constexpr std::int32_t kLinearOperators = ONCHIP_RWKV4;  // they are numbered from 1
 
 class LinearCall : public DrawnCall {
  public:
@@ -47,6 +47,7 @@ class LinearCall : public DrawnCall {
   bool skipped(const ops::LinearTensorRow& tensor, bool raw);
   DType tensor_dtype(const ops::LinearTensorRow& tensor);
   Shape shape_of(ops::LinearShape shape) const;
+  bool is_scan() const { return row_.traits.engine == LinearEngine::scan; }
   void add_state(const char* name, const onchip_tensor* (&parts)[ONCHIP_LINEAR_STATE_PARTS],
                  std::int64_t count, DType dtype, bool output, std::size_t most);
 
@@ -63,6 +64,7 @@ class LinearCall : public DrawnCall {
   DType state_dtype_ = DType::f32;
   std::int64_t heads_k_ = 1, heads_v_ = 1, dk_ = 1, dv_ = 1, num_seqs_ = 1, length_ = 1;
   bool packed_ = false;
+  bool one_group_ = false;  // mamba1's B and C have no axis of groups
 };
 
 }  // namespace onchip::test

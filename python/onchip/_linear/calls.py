@@ -1,7 +1,7 @@
 """The calls of the linear operators: each is a row of one table, as in the C library, with its own
 names for the tensors and states of one to three parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onchip import _calls
@@ -20,9 +20,20 @@ class Row(NamedTuple):
     default_layout: str = "kv"
     # The tensor whose last axis is the number of slots between the state's two matrices.
     slots: str | None = None
+    # Rows [.., D] without heads, and a state a channel.
+    is_scan: bool = False
 
     def named(self, role: str) -> str:
         return next(name for name, own in self.tensors.items() if own == role)
+
+    @property
+    def first(self) -> str:
+        """The tensor whose axes before the last two, of a scan before the last, are the rows'."""
+        return self.named("v" if self.is_scan else "q")
+
+    def output_shape(self, first: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+        """By the shapes of `first` and of the values."""
+        return tuple(values) if self.is_scan else (*first[:-2], *values[-2:])
 
 
 def _mlstm_parts(options: Arguments) -> int:
@@ -85,6 +96,29 @@ GSA = Row(
     state_parts=lambda options: 2,
     slots="s",
 )
+HGRN = Row("hgrn", {"x": "v", "log_decay": "gate"}, is_scan=True)
+MAMBA1 = Row(
+    "mamba1",
+    {
+        "u": "v",
+        "delta": "gate",
+        "A": "rate",
+        "B": "k",
+        "C": "q",
+        "D": "skip",
+        "z": "z",
+        "delta_bias": "dt_bias",
+    },
+    optional=("D", "z", "delta_bias"),
+    default_layout="vk",
+    is_scan=True,
+)
+RWKV4 = Row(
+    "rwkv4",
+    {"k": "beta", "v": "v", "log_decay": "gate", "u": "u"},
+    state_parts=lambda options: 3,
+    is_scan=True,
+)
 
 ROWS = (
     LINEAR_ATTENTION,
@@ -105,6 +139,9 @@ ROWS = (
     RWKV7,
     IPLR,
     GSA,
+    HGRN,
+    MAMBA1,
+    RWKV4,
 )
 
 
@@ -142,6 +179,16 @@ def _split_limit(op_name: str, arguments: Arguments) -> None:
     arguments["dt_min"], arguments["dt_max"] = lower, upper
 
 
+def _name_softplus(op_name: str, arguments: Arguments) -> None:
+    """mamba1's word for the option that mamba2 has too."""
+    if "delta_softplus" not in arguments:
+        return
+    softplus = arguments.pop("delta_softplus")
+    if not isinstance(softplus, bool):
+        raise InvalidArgument(f"{op_name}: delta_softplus: got {softplus!r}, wanted a bool")
+    arguments["dt_softplus"] = softplus
+
+
 class _Shapes(NamedTuple):
     """What the shapes of outputs follow from; of ranks that the operator does not take, anything:
     the call is refused before they are looked at."""
@@ -150,18 +197,32 @@ class _Shapes(NamedTuple):
     options: Arguments
 
     def state_dtype(self, views: Views) -> str:
-        q = views[self.row.named("q")]
-        return "float64" if q.dtype == "float64" else "float32"
+        return "float64" if views[self.row.first].dtype == "float64" else "float32"
+
+    def scan_state(self, views: Views, channels: int, sequences: int) -> list[tuple[int, ...]]:
+        row = (sequences, channels)
+        if "q" not in self.row.tensors.values():
+            return [row] * self.row.state_parts(self.options)
+        numbers = views[self.row.named("q")].shape[-1:]
+        layout = self.options.get("state_layout") or self.row.default_layout
+        return [(*row, *numbers) if layout == "vk" else (sequences, *numbers, channels)]
 
     def final_state(self, views: Views) -> list[Output]:
-        q, v = views[self.row.named("q")], views[self.row.named("v")]
-        if len(q.shape) < 3 or len(v.shape) < 3:
+        q, v = views[self.row.first], views[self.row.named("v")]
+        fewest = 2 if self.row.is_scan else 3
+        if len(q.shape) < fewest or len(v.shape) < fewest:
             return []
         if "cu_seqlens" in views:
             lengths = views["cu_seqlens"].shape
             sequences = max(lengths[0] - 1, 0) if lengths else 0
         else:
             sequences = q.shape[0]
+        parts = self.row.state_parts(self.options)
+        dtype = self.state_dtype(views)
+        names = part_names("final_state")[:parts]
+        if self.row.is_scan:
+            own = self.scan_state(views, v.shape[-1], sequences)
+            return [Output(name, shape, dtype) for name, shape in zip(names, own, strict=True)]
         heads, dk, dv = v.shape[-2], q.shape[-1], v.shape[-1]
         layout = self.options.get("state_layout") or self.row.default_layout
         matrix = (dv, dk) if layout == "vk" else (dk, dv)
@@ -170,14 +231,12 @@ class _Shapes(NamedTuple):
             slots = views[self.row.slots].shape[-1:]
             pair = ((dk, *slots), (*slots, dv))
             shapes = [(sequences, heads, *(p[::-1] if layout == "vk" else p)) for p in pair]
-        parts = self.row.state_parts(self.options)
-        dtype = self.state_dtype(views)
-        named = zip(part_names("final_state")[:parts], shapes[:parts], strict=True)
+        named = zip(names, shapes[:parts], strict=True)
         return [Output(name, shape, dtype) for name, shape in named]
 
     def o(self, views: Views) -> Output:
-        q, v = views[self.row.named("q")], views[self.row.named("v")]
-        return Output("o", (*q.shape[:-2], *v.shape[-2:]), q.dtype)
+        first, v = views[self.row.first], views[self.row.named("v")]
+        return Output("o", self.row.output_shape(first.shape, v.shape), first.dtype)
 
     def forward(self, views: Views) -> list[Output]:
         outputs = [self.o(views)]
@@ -211,6 +270,7 @@ def prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Argument
     arguments = dict(given)
     states = [part for state in _STATES[phase] for part in _split_state(name, arguments, state)]
     _split_limit(name, arguments)
+    _name_softplus(name, arguments)
     arguments.pop("output_final_state", None)
     required = tuple(tensor for tensor in row.tensors if tensor not in row.optional)
     fields = {tensor: f"inputs.{role}" for tensor, role in row.tensors.items()}

@@ -132,6 +132,32 @@ def _linear(op: str, back: bool) -> Subject:
     return Subject(partial(linear_cases.linear_case, op), call, judge)
 
 
+def _linear_step(op: str) -> Subject:
+    """One token from a pool, against the plain loop; the pool as the call leaves it as well."""
+
+    def call(case: Case, backend: str, put: Put) -> Any:
+        case = case.map_arrays(lambda array: put(array.copy()))
+        tensors = {name: case.tensors.get(name) for name in linear_cases.TENSORS[op]}
+        o = getattr(onchip.ops, f"{op}_step")(
+            **tensors,
+            state=case.state,
+            state_indices=case.state_indices,
+            **case.options,
+            backend=backend,
+        )
+        return o, *linear_compare.parts_of(case.state)
+
+    def judge(result: Result, case: Case) -> list[compare.Deviation]:
+        return linear_compare.judge_step(
+            *(op, result, case.tensors),
+            state=case.state,
+            state_indices=case.state_indices,
+            **case.options,
+        )
+
+    return Subject(partial(linear_cases.linear_step_case, op), call, judge)
+
+
 def _in_fp64(array: Any) -> Any:
     return array if array.dtype.kind == "i" else array.astype(np.float64)
 
@@ -151,9 +177,13 @@ SUBJECTS = {
     ),
     "attention_decode": Subject(decode_cases.decode_case, _decode, _judge_decode),
     **{
-        f"{op}_{phase}": _linear(op, phase == "backward")
+        f"{op}_{phase}": subject
         for op in linear_cases.TENSORS
-        for phase in ("forward", "backward")
+        for phase, subject in (
+            ("forward", _linear(op, False)),
+            ("backward", _linear(op, True)),
+            ("step", _linear_step(op)),
+        )
     },
     "merge": Subject(
         cases.merge_case,

@@ -362,17 +362,90 @@ def gsa(q, k, v, s, log_decay, *, scale=None, state=None):
     return o, (keys, values)
 
 
+def hgrn(x, log_decay, *, scale=None, state=None):
+    """Qin et al. 2023: a forget gate and what it lets in, channel by channel."""
+    scale = 1 if scale is None else scale
+    h = np.zeros(x.shape[1:], x.dtype) if state is None else state[0]
+    o = np.zeros_like(x)
+    for t in range(len(x)):
+        h = _decay(log_decay[t]) * h + x[t]
+        o[t] = scale * h
+    return o, (h,)
+
+
+def mamba1(
+    u,
+    delta,
+    A,
+    B,
+    C,
+    *,
+    D=None,
+    z=None,
+    delta_bias=None,
+    delta_softplus=True,
+    scale=None,
+    state=None,
+):
+    """Gu & Dao 2023, equation 2 with A discretised by zero-order hold and B by Euler's step:
+    h = exp(delta A) h + delta B u, y = C h + D u."""
+    scale = 1 if scale is None else scale
+    channels, numbers = A.shape
+    B, C = (x[:, None, :] if x.ndim == 2 else x for x in (B, C))
+    h = np.zeros((channels, numbers), u.dtype) if state is None else state[0].T
+    y = np.zeros_like(u)
+    for t in range(len(u)):
+        step = delta[t] if delta_bias is None else delta[t] + delta_bias
+        step = (_softplus(step) if delta_softplus else step)[:, None]
+        each = channels // max(B.shape[1], 1)
+        b, c = (np.repeat(x[t], each, axis=0) for x in (B, C))
+        h = _decay(step * A) * h + step * b * u[t][:, None]
+        y[t] = scale * (c * h).sum(1)
+        if D is not None:
+            y[t] += D * u[t]
+        if z is not None:
+            y[t] *= z[t] * _sigmoid(z[t])
+    return y, (h.T,)
+
+
+def rwkv4(k, v, log_decay, u, *, scale=None, state=None, maxima=None):
+    """Peng et al. 2023, equation 16 with its sums as they stand; e^-m brings them into the state's
+    form. `maxima`: rows [T, D] that stand for the recurrence's own, as constants."""
+    scale = 1 if scale is None else scale
+    if state is None:
+        zeros = np.zeros(v.shape[1:], v.dtype)
+        state = (zeros, zeros, np.full_like(zeros, -np.inf))
+    if not len(v):
+        return np.zeros_like(v), state
+    m = state[2]
+    numerator, denominator = np.exp(m) * state[0], np.exp(m) * state[1]
+    o = np.zeros_like(v)
+    for t in range(len(v)):
+        own = np.exp(u + k[t])
+        o[t] = scale * (numerator + own * v[t]) / (denominator + own)
+        numerator = np.exp(log_decay) * numerator + np.exp(k[t]) * v[t]
+        denominator = np.exp(log_decay) * denominator + np.exp(k[t])
+        m = np.maximum(log_decay + m, k[t]) if maxima is None else maxima[t]
+    return o, (np.exp(-m) * numerator, np.exp(-m) * denominator, m)
+
+
 # Tensors that are no rows; log_decay with one axis is one too.
-CONSTANTS = ("A", "D", "dt_bias", "A_log", "u")
+CONSTANTS = ("A", "D", "dt_bias", "A_log", "u", "delta_bias")
+
+
+def is_row(name, key, x):
+    """Whether the tensor has a row a token; of a step, an element of the batch."""
+    return x.ndim > 1 and (key not in CONSTANTS or (name, key) == ("mamba1", "u"))
 
 
 def _parts(state):
     return state if isinstance(state, tuple) else (state,)
 
 
-def _turned(parts):
-    """Matrices: of gsa both parts, elsewhere the first alone has four axes."""
-    return tuple(np.swapaxes(part, -1, -2) if part.ndim == 4 else part for part in parts)
+def _turned(name, parts):
+    """Matrices: of gsa both parts, elsewhere the first alone has four axes; mamba1's has three."""
+    axes = 3 if name == "mamba1" else 4
+    return tuple(np.swapaxes(part, -1, -2) if part.ndim == axes else part for part in parts)
 
 
 def run(
@@ -388,14 +461,14 @@ def run(
 ):
     """(o, final state) of onchip.ops.<name>_forward; rows that no sequence has are 0."""
     function = globals()[name]
-    layout = state_layout or ("vk" if name == "mamba2" else "kv")
+    layout = state_layout or ("vk" if name in ("mamba1", "mamba2") else "kv")
     tensors = {key: np.asarray(x).astype(dtype) for key, x in tensors.items() if x is not None}
     names = list(inspect.signature(function).parameters)
-    rows = [key for key in tensors if key not in CONSTANTS and tensors[key].ndim > 1]
-    values = "x" if "x" in tensors else "v"
+    rows = [key for key in tensors if is_row(name, key, tensors[key])]
+    values = next(key for key in ("x", "v", "u") if key in tensors)
     # Rows a token of the tensors that have several.
     each = dict.fromkeys(("k", "v", "beta"), options.get("num_householder", 1))
-    tokens = next(key for key in ("q", "r", "x") if key in tensors)
+    tokens = next((key for key in ("q", "r") if key in tensors), values)
     if cu_seqlens is None:
         batch, slot = tensors[tokens].shape[:2]
         spans = [(n, 0, slot) for n in range(batch)]
@@ -404,7 +477,7 @@ def run(
     initial = None
     if initial_state is not None:
         initial = tuple(np.asarray(part).astype(dtype) for part in _parts(initial_state))
-        initial = _turned(initial) if layout == "vk" else initial
+        initial = _turned(name, initial) if layout == "vk" else initial
     o = np.zeros((*tensors[tokens].shape[:-2], *tensors[values].shape[-2:]), dtype)
     finals = []
     for n, (batch_index, begin, end) in enumerate(spans):
@@ -420,4 +493,4 @@ def run(
         o[slice(begin, end) if batch_index is None else (batch_index, slice(begin, end))] = out
         finals.append(final)
     joined = tuple(np.stack(parts) for parts in zip(*finals, strict=True)) if finals else None
-    return o, _turned(joined) if joined and layout == "vk" else joined
+    return o, _turned(name, joined) if joined and layout == "vk" else joined

@@ -11,7 +11,8 @@ from .cases import DTYPES, Chooser, Integer, described, draw
 
 # Tensors in order, by shape: "key" rows [Hk, dk], "value" rows [Hv, dv], "scalar" rows [Hv],
 # "channel" rows [Hv, dk], "slots" rows [Hv, M]; "_rows": num_householder of them a token; "head"
-# [Hv], "head_key" [Hv, dk].
+# [Hv], "head_key" [Hv, dk]. Of scans: "width" rows [D], "groups" rows [groups, dk], or [dk] for all
+# channels, "per_channel" [D], "per_channel_key" [D, dk].
 TENSORS = {
     "linear_attention": {"q": "key", "k": "key", "v": "value"},
     "retention": {"q": "key", "k": "key", "v": "value"},
@@ -83,10 +84,25 @@ TENSORS = {
     },
     "iplr": {"q": "key", "k": "key", "v": "value", "a": "key", "b": "key"},
     "gsa": {"q": "key", "k": "key", "v": "value", "s": "slots", "log_decay": "slots"},
+    "hgrn": {"x": "width", "log_decay": "width"},
+    "mamba1": {
+        "u": "width",
+        "delta": "width",
+        "A": "per_channel_key",
+        "B": "groups",
+        "C": "groups",
+        "D": "per_channel",
+        "z": "width",
+        "delta_bias": "per_channel",
+    },
+    "rwkv4": {"k": "width", "v": "width", "log_decay": "per_channel", "u": "per_channel"},
 }
+SCANS = ("hgrn", "mamba1", "rwkv4")
+NO_MATRIX = ("hgrn", "rwkv4")  # no state_layout: their states are vectors
 
 OPTIONAL = {
     "simple_gla": ("log_decay",),
+    "mamba1": ("D", "z", "delta_bias"),
     "mamba2": ("D", "z", "dt_bias"),
     "comba": ("log_decay",),
     "gated_delta_product": ("log_decay",),
@@ -117,10 +133,8 @@ class LinearCase:
     options: dict = field(repr=False)
 
     def __repr__(self):
-        tensors = ", ".join(f"{name}={described(x)}" for name, x in self.tensors.items())
-        options = {name: described(value) for name, value in self.options.items()}
         initial = "" if self.initial_state is None else ", initial_state"
-        return f"{tensors}{initial}, {options}"
+        return _described(self.tensors, initial, self.options)
 
     @property
     def dtype(self):
@@ -128,22 +142,55 @@ class LinearCase:
 
     def map_arrays(self, change):
         """The same case with every array x replaced by change(x)."""
-
-        def changed(value):
-            if isinstance(value, tuple) and any(isinstance(x, np.ndarray) for x in value):
-                return tuple(changed(x) for x in value)
-            if isinstance(value, dict):
-                return {name: changed(x) for name, x in value.items()}
-            return change(value) if isinstance(value, np.ndarray) else value
-
         return replace(
             self,
-            tensors=changed(self.tensors),
+            tensors=_changed(change, self.tensors),
             d_o=change(self.d_o),
-            initial_state=changed(self.initial_state),
-            d_final_state=changed(self.d_final_state),
-            options=changed(self.options),
+            initial_state=_changed(change, self.initial_state),
+            d_final_state=_changed(change, self.d_final_state),
+            options=_changed(change, self.options),
         )
+
+
+@dataclass(frozen=True)
+class LinearStepCase:
+    op: str
+    tensors: dict  # of one token: no time axis
+    state: Any  # the pool, an array or a tuple of them
+    state_indices: np.ndarray | None
+    options: dict = field(repr=False)
+
+    def __repr__(self):
+        dtypes = "/".join(str(part.dtype) for part in _parts(self.state))
+        slots = f", {len(_parts(self.state)[0])} slots of {dtypes}, {described(self.state_indices)}"
+        return _described(self.tensors, slots, self.options)
+
+    def map_arrays(self, change):
+        """The same case with every array x replaced by change(x)."""
+        return replace(
+            self,
+            tensors=_changed(change, self.tensors),
+            state=_changed(change, self.state),
+            state_indices=_changed(change, self.state_indices),
+        )
+
+
+def _described(tensors: dict, states: str, options: dict) -> str:
+    named = ", ".join(f"{name}={described(x)}" for name, x in tensors.items())
+    return f"{named}{states}, { {name: described(value) for name, value in options.items()} }"
+
+
+def _changed(change: Any, value: Any) -> Any:
+    """Every array in the value replaced."""
+    if isinstance(value, tuple) and any(isinstance(x, np.ndarray) for x in value):
+        return tuple(_changed(change, x) for x in value)
+    if isinstance(value, dict):
+        return {name: _changed(change, x) for name, x in value.items()}
+    return change(value) if isinstance(value, np.ndarray) else value
+
+
+def _parts(state: Any) -> tuple:
+    return state if isinstance(state, tuple) else (state,)
 
 
 def _own_options(op: str, choose: Chooser) -> tuple[dict[str, Any], int, bool]:
@@ -159,6 +206,10 @@ def _own_options(op: str, choose: Chooser) -> tuple[dict[str, Any], int, bool]:
         elif choose.chance(40):
             options["dt_limit"] = (0.3, 1.1)
         return options, 1, False
+    if op == "mamba1":
+        return ({"delta_softplus": False} if choose.chance(30) else {}), 1, False
+    if op == "rwkv4":
+        return {}, 3, True
     if op == "mlstm":
         if choose.chance(40):
             return {"gate": "sigmoid"}, 1, False
@@ -198,9 +249,100 @@ def _values(
         x = 0.3 * x
     elif name == "f":
         x = x + 1.5
-    elif positive and name in ("q", "k"):
+    elif positive and name in ("q", "k") and op != "rwkv4":
         x = np.abs(x) + 0.01
     return x
+
+
+class _Drawn:
+    """What the cases of forward and backward and those of a step have in common: sizes, options
+    and tensors whose rows lie in these axes."""
+
+    def __init__(self, op: str, choose: Chooser, dtypes: Sequence[Any]) -> None:
+        self.op, self.choose = op, choose
+        self.dtype = np.dtype(choose.pick(dtypes))
+        self.wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        self.gate_dtype = choose.pick([self.dtype, self.wide])
+        self.heads_k = choose.integer(1, 2)
+        self.heads_v = self.heads_k * choose.integer(1, 3)
+        self.dk, self.dv = choose.integer(1, 40), choose.integer(1, 40)
+        self.slots = choose.integer(1, 20)
+        self.options, self.parts, self.positive = _own_options(op, choose)
+        if choose.chance(25):
+            self.options["scale"] = choose.pick([1.0, 0.1])
+        self.layout = choose.pick(["kv", "vk"])
+        if op not in NO_MATRIX:
+            self.options["state_layout"] = self.layout
+
+    @property
+    def channels(self) -> int:
+        return self.heads_v * self.dv
+
+    def output(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        return (*rows, self.channels) if self.op in SCANS else (*rows, self.heads_v, self.dv)
+
+    def tensors(self, rows: tuple[int, ...], more_rows: tuple[int, ...]) -> dict[str, Any]:
+        """`more_rows`: the rows' axes where a token has several."""
+        heads_k, heads_v, dk, dv = self.heads_k, self.heads_v, self.dk, self.dv
+        choose, op = self.choose, self.op
+        shapes = {
+            "key": (*rows, heads_k, dk),
+            "value": (*rows, heads_v, dv),
+            "scalar": (*rows, heads_v),
+            "channel": (*rows, heads_v, dk),
+            "slots": (*rows, heads_v, self.slots),
+            "key_rows": (*more_rows, heads_k, dk),
+            "value_rows": (*more_rows, heads_v, dv),
+            "scalar_rows": (*more_rows, heads_v),
+            "head": (heads_v,),
+            "head_key": (heads_v, dk),
+            "width": (*rows, self.channels),
+            "groups": (*rows, *choose.pick([(), (heads_k,)]), dk),
+            "per_channel": (self.channels,),
+            "per_channel_key": (self.channels, dk),
+        }
+        raw = op in RAW_GATES and choose.chance(50)
+        if raw:
+            self.options |= _raw_options(choose)
+        tensors = {}
+        for name, kind in TENSORS[op].items():
+            if name in OPTIONAL.get(op, ()) and choose.chance(40):
+                continue
+            if name == "A_log" and not raw:
+                continue
+            if name == "dt_bias" and op in RAW_GATES and not (raw and choose.chance(70)):
+                continue
+            operand = name in ("q", "k", "v", "r", "x", "B", "C", "z") or (op, name) == (
+                "mamba1",
+                "u",
+            )
+            x = _values(choose.rng, op, name, shapes[kind], self.positive, raw)
+            if op == "mamba1" and name == "delta" and not self.options.get("delta_softplus", True):
+                x = np.abs(x)  # a step back in time would grow
+            if name == "delta_bias":
+                x = np.abs(x)
+            tensors[name] = x.astype(self.dtype if operand else self.gate_dtype)
+        return tensors
+
+    def state(self, count: int, parts: int, dtype: Any) -> Any:
+        """Of `count` sequences."""
+        key, value = self.dk, self.dv
+        pairs = [(key, value)]
+        if self.op == "gsa":
+            pairs = [(key, self.slots), (self.slots, value)]
+        shapes: list[tuple[int, ...]] = [
+            (count, self.heads_v, *(p if self.layout == "kv" else p[::-1])) for p in pairs
+        ]
+        shapes += [(count, self.heads_v, key), (count, self.heads_v)]
+        if self.op in SCANS:
+            shapes = [(count, self.channels)] * 3
+        if self.op == "mamba1":
+            pair = (key, self.channels)
+            shapes = [(count, *(pair if self.layout == "kv" else pair[::-1]))]
+        drawn = [draw(self.choose.rng, shape, dtype) for shape in shapes[:parts]]
+        if self.positive and parts > 1:
+            drawn[1] = np.abs(drawn[1])
+        return drawn[0] if parts == 1 else tuple(drawn)
 
 
 def linear_case(
@@ -211,18 +353,12 @@ def linear_case(
     if longest is None:
         # Within a chunk, about one, over a few.
         longest = choose.pick([5, 70, 200])
-    dtype = np.dtype(choose.pick(dtypes))
-    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    gate_dtype = choose.pick([dtype, wide])
-    heads_k = integer(1, 2)
-    heads_v = heads_k * integer(1, 3)
-    dk, dv, slots = integer(1, 40), integer(1, 40), integer(1, 20)
+    drawn = _Drawn(op, choose, dtypes)
+    options, wide = drawn.options, drawn.wide
     num_seqs = integer(1, 3)
-    options, parts, positive = _own_options(op, choose)
-
     if choose.chance(40):
         lengths = rng.integers(0, longest + 1, num_seqs)
-        rows = (int(lengths.sum()) + integer(0, 3),)
+        rows: tuple[int, ...] = (int(lengths.sum()) + integer(0, 3),)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         options["cu_seqlens"] = starts.astype(choose.pick([np.int32, np.int64]))
     else:
@@ -230,63 +366,37 @@ def linear_case(
         rows, lengths = (num_seqs, length), np.full(num_seqs, length)
     if choose.chance(25):
         options["seqlens"] = rng.integers(0, lengths + 1).astype(np.int32)
-    if choose.chance(25):
-        options["scale"] = choose.pick([1.0, 0.1])
     if choose.chance(40):
         options["chunk_len"] = choose.pick([16, 64, 128])
-    layout = choose.pick(["kv", "vk"])
-    options["state_layout"] = layout
 
     each = options.get("num_householder", 1)
-    more_rows = (*rows[:-1], rows[-1] * each)
-    shapes = {
-        "key": (*rows, heads_k, dk),
-        "value": (*rows, heads_v, dv),
-        "scalar": (*rows, heads_v),
-        "channel": (*rows, heads_v, dk),
-        "slots": (*rows, heads_v, slots),
-        "key_rows": (*more_rows, heads_k, dk),
-        "value_rows": (*more_rows, heads_v, dv),
-        "scalar_rows": (*more_rows, heads_v),
-        "head": (heads_v,),
-        "head_key": (heads_v, dk),
-    }
-    raw = op in RAW_GATES and choose.chance(50)
-    if raw:
-        options |= _raw_options(choose)
-    tensors = {}
-    for name, kind in TENSORS[op].items():
-        if name in OPTIONAL.get(op, ()) and choose.chance(40):
-            continue
-        if name == "A_log" and not raw:
-            continue
-        if name == "dt_bias" and op in RAW_GATES and not (raw and choose.chance(70)):
-            continue
-        operand = name in ("q", "k", "v", "r", "x", "B", "C", "z")
-        x = _values(rng, op, name, shapes[kind], positive, raw)
-        tensors[name] = x.astype(dtype if operand else gate_dtype)
-
-    matrix = (dk, dv) if layout == "kv" else (dv, dk)
-    state_shapes: list[tuple[int, ...]] = [
-        (num_seqs, heads_v, *matrix),
-        (num_seqs, heads_v, dk),
-        (num_seqs, heads_v),
-    ]
-
-    if op == "gsa":
-        pair = ((dk, slots), (slots, dv))
-        state_shapes = [(num_seqs, heads_v, *(p if layout == "kv" else p[::-1])) for p in pair]
-
-    def state(count: int) -> Any:
-        drawn = [draw(rng, shape, wide) for shape in state_shapes[:count]]
-        if positive and count > 1:
-            drawn[1] = np.abs(drawn[1])
-        return drawn[0] if count == 1 else tuple(drawn)
-
-    initial = state(parts) if choose.chance(50) else None
+    tensors = drawn.tensors(rows, (*rows[:-1], rows[-1] * each))
+    initial = drawn.state(num_seqs, drawn.parts, wide) if choose.chance(50) else None
     d_final = None
     if choose.chance(50):
-        # The stabiliser of mlstm's exponential gate has no gradient.
-        d_final = (*state(2), None) if parts == 3 else state(parts)
-    d_o = draw(rng, (*rows, heads_v, dv), dtype)
+        # A stabiliser has no gradient.
+        d_final = drawn.state(num_seqs, min(drawn.parts, 2), wide)
+        d_final = (*d_final, None) if drawn.parts == 3 else d_final
+    d_o = draw(rng, drawn.output(rows), drawn.dtype)
     return LinearCase(op, tensors, d_o, initial, d_final, options)
+
+
+def linear_step_case(
+    op: str, integer: Integer, dtypes: Sequence[Any] = DTYPES, longest: int | None = None
+) -> LinearStepCase:
+    """One token for each row of a batch (`longest` says nothing here), from a pool of any float
+    dtype that may have more slots than rows."""
+    choose = Chooser(integer)
+    drawn = _Drawn(op, choose, dtypes)
+    batch = integer(1, 4)
+    each = drawn.options.get("num_householder", 1)
+    tensors = drawn.tensors((batch,), (batch, each))
+    indices, slots = None, batch
+    if choose.chance(60):
+        slots = batch + integer(0, 3)
+        indices = choose.rng.permutation(slots)[:batch].astype(np.int32)
+        indices[choose.rng.random(batch) < 0.2] = -1
+    narrow = choose.pick(["float32", "float32", "float16", "bfloat16"])
+    stored = drawn.wide if drawn.wide == np.float64 else np.dtype(narrow)
+    state = drawn.state(slots, drawn.parts, stored)
+    return LinearStepCase(op, tensors, state, indices, drawn.options)

@@ -19,7 +19,9 @@ BOUNDS = {
 OUTPUT, GRADIENT, GATE_GRADIENT = range(3)
 
 # What decides how much is kept, erased or written, by the operators' names.
-GATES = frozenset(("log_decay", "beta", "dt", "A", "A_log", "dt_bias", "i", "f"))
+GATES = frozenset(
+    ("log_decay", "beta", "dt", "A", "A_log", "dt_bias", "i", "f", "delta", "delta_bias")
+)
 
 
 def rms(x):
@@ -31,7 +33,7 @@ def kind_of_gradient(tensor):
     return GATE_GRADIENT if tensor in GATES else GRADIENT
 
 
-def parts_of(state):
+def parts_of(state: Any) -> tuple[Any, ...]:
     """The parts of a state: of one, of several, of none."""
     if state is None:
         return ()
@@ -72,10 +74,15 @@ def judge(
     return worst
 
 
+def values_of(tensors: Any) -> Any:
+    """What is written, whose dtype the output has."""
+    return next(tensors[name] for name in ("x", "v", "u") if name in tensors)
+
+
 def output_shape(tensors: Any) -> tuple[int, ...]:
     """A row a token, with the heads and width of the values."""
-    tokens = next(tensors[name] for name in ("q", "r", "x") if name in tensors)
-    values = tensors["x" if "x" in tensors else "v"]
+    values = values_of(tensors)
+    tokens = next((tensors[name] for name in ("q", "r") if name in tensors), values)
     return (*tokens.shape[:-2], *values.shape[-2:])
 
 
@@ -84,7 +91,7 @@ def judge_forward(
 ) -> list[Deviation]:
     """Check (o, final state) of <op>_forward against the plain loop over tokens."""
     o, final = result
-    like = tensors["x" if "x" in tensors else "v"]
+    like = values_of(tensors)
     shape = output_shape(tensors)
     if o.shape != shape or o.dtype != like.dtype:
         raise Disagreement(f"o: {o.dtype} {o.shape}, wanted {like.dtype} {shape}")
@@ -95,6 +102,45 @@ def judge_forward(
         if got.dtype != state_dtype:
             raise Disagreement(f"final_state[{n}]: {got.dtype}, wanted {np.dtype(state_dtype)}")
         found.append(judge(f"final_state[{n}]", got, want, like.dtype))
+    return [deviation for deviation in found if deviation is not None]
+
+
+def _with_time(op: str, name: str, x: Any) -> Any:
+    """A step's tensor as forward's of one token: [batch, ..] as [batch, 1, ..]."""
+    has_rows = op == "gated_delta_product" and name in ("k", "v", "beta")
+    return x[:, None] if linear.is_row(op, name, x) and not has_rows else x
+
+
+def judge_step(
+    op: str, result: Any, tensors: Any, *, state: Any, state_indices: Any = None, **options: Any
+) -> list[Deviation]:
+    """Check (o, parts of the pool as the call left it) of <op>_step, given the pool before it,
+    against the plain loop over tokens: rows and slots that are left out included."""
+    o, *pool = result
+    like = values_of(tensors)
+    batch = len(like)
+    indices = np.arange(batch) if state_indices is None else np.asarray(state_indices)
+    rows = np.flatnonzero(indices >= 0)
+    slots = indices[rows]
+    if np.asarray(np.delete(o, rows, axis=0)).any():
+        raise Disagreement("o: a row that was skipped is not 0")
+    for n, (part, before) in enumerate(zip(pool, parts_of(state), strict=True)):
+        rest = (np.delete(x, slots, axis=0).tobytes() for x in (part, before))
+        if len(set(rest)) > 1:
+            raise Disagreement(f"state[{n}]: a slot of no row was written")
+    if not len(rows):
+        return []
+    given = {
+        name: _with_time(op, name, x)[rows] if linear.is_row(op, name, x) else x
+        for name, x in tensors.items()
+    }
+    initial = tuple(part[slots] for part in parts_of(state))
+    ref_o, ref_state = linear.run(op, given, initial_state=initial, **options)
+    found = [judge("o", o[rows], ref_o[:, 0], like.dtype)]
+    for n, (part, want) in enumerate(zip(pool, ref_state, strict=True)):
+        # A pool is rounded to its own dtype, once.
+        dtype = max(like.dtype, part.dtype, key=lambda d: BOUNDS[np.dtype(d)][OUTPUT])
+        found.append(judge(f"state[{n}]", part[slots], want, dtype))
     return [deviation for deviation in found if deviation is not None]
 
 

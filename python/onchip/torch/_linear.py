@@ -121,7 +121,7 @@ OPERATORS = {
 }
 
 _DIFFERENTIABLE = """Differentiable once in every tensor and in the initial state, through o and the
-final state; kept for backward are the inputs alone. Under autocast {operands} are cast to its
+final state; kept for backward are the inputs alone. Under autocast {operands} cast to its
 dtype, float64 excepted; gates, constants and states keep theirs."""
 _IN_PLACE = """For inference: a tensor that requires grad is refused unless under torch.no_grad().
 Under torch.compile torch.ops.onchip.{name}_step stands in the graph and says that it writes the
@@ -155,7 +155,7 @@ def _differentiable(model: Callable[P, R]) -> Callable[P, R]:
         return _forward(op, parameters.bind(args, kwargs))
 
     *most, last = op.signature.operands
-    operands = f"{', '.join(most)} and {last}"
+    operands = f"{', '.join(most)} and {last} are" if most else f"{last} is"
     _dress(function, name, model, _DIFFERENTIABLE.format(operands=operands))
     return function
 
@@ -220,6 +220,12 @@ iplr = _differentiable(ops.iplr_forward)
 iplr_step = _in_place(ops.iplr_step)
 gsa = _differentiable(ops.gsa_forward)
 gsa_step = _in_place(ops.gsa_step)
+hgrn = _differentiable(ops.hgrn_forward)
+hgrn_step = _in_place(ops.hgrn_step)
+mamba1 = _differentiable(ops.mamba1_forward)
+mamba1_step = _in_place(ops.mamba1_step)
+rwkv4 = _differentiable(ops.rwkv4_forward)
+rwkv4_step = _in_place(ops.rwkv4_step)
 causal_conv1d = _helper(ops.causal_conv1d_forward)
 causal_conv1d_step = _in_place(ops.causal_conv1d_step)
 l2norm = _helper(ops.l2norm_forward)

@@ -35,7 +35,7 @@ class LinearOperator(RegisteredOperator):
     ) -> None:
         """Options are those of onchip.ops' functions; mlstm's forward alone lacks one."""
         self.row = row
-        # As many parts as a state has at most; mlstm's third, the stabiliser, has no gradient.
+        # As many parts as a state has at most; the third, a stabiliser, has no gradient.
         self.parts = row.state_parts({"gate": "exp", "normalize": True})
         self.d_parts = min(self.parts, 2)
         tensors, states = tuple(row.tensors), parts_of("state", self.parts)
@@ -80,8 +80,8 @@ class LinearOperator(RegisteredOperator):
         return min(self.row.state_parts(options), self.d_parts)
 
     def zero_cotangent(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        q, v = tensors[self.row.named("q")], tensors[self.row.named("v")]
-        return q.new_zeros(v.shape[-1:]).expand(*q.shape[:-2], *v.shape[-2:])
+        first, v = tensors[self.row.first], tensors[self.row.named("v")]
+        return first.new_zeros(v.shape[-1:]).expand(self.row.output_shape(first.shape, v.shape))
 
 
 class HelperOperator(RegisteredOperator):

@@ -34,6 +34,7 @@ _KINDS = {
     "eps": "float",
     "detach_normalizer": "bool",
     "dt_softplus": "bool",
+    "delta_softplus": "bool",
     "dt_limit": "float[]",
     "qk_l2norm": "bool",
     "lower_bound": "float?",
