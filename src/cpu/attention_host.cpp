@@ -83,11 +83,6 @@ std::optional<Reject> attention_refusal(const AttentionProblem& problem, const S
     return Reject{reason, true};
   }
   if (problem.options.tf32) return Reject{"precision tf32: this backend keeps float32 exact"};
-  const std::int64_t widest = std::max(problem.head_dim_qk, problem.head_dim_v);
-  if (widest > kMaxHeadDim) {
-    return Reject{"head dim " + std::to_string(widest) + ": at most " +
-                  std::to_string(kMaxHeadDim)};
-  }
   if (!holds(problem, problem.options.scale)) {
     return Reject{"scale is outside the range of float32"};
   }

@@ -17,8 +17,6 @@
 
 namespace onchip::cpu {
 
-constexpr std::int64_t kMaxHeadDim = 65536;  // keeps a worker's scratch below 128 MiB
-
 struct Unit {
   std::size_t (*forward_scratch_bytes)(const ForwardShape& shape);
   void (*forward)(const ForwardTask& task, std::byte* scratch);

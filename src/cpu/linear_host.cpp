@@ -10,8 +10,7 @@ namespace {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kMostTasks = 0x1p40;          // so that sizes of workspaces can be computed
-constexpr std::int64_t kMaxLinearDim = 16384;  // keeps offsets within a tile in 32 bits
+constexpr double kMostTasks = 0x1p40;  // so that sizes of workspaces can be computed
 
 double sigmoid(double x) {
   if (x >= 0.0) return 1.0 / (1.0 + std::exp(-x));
@@ -41,10 +40,6 @@ LinearRefusal refuse_linear(const LinearProblem& problem, const Settings& settin
   if (!is_float(problem.dtype)) return {"takes float64, float32, float16 and bfloat16 only"};
   if (const std::string& reason = settings.num_threads_problem; !reason.empty()) {
     return {reason, true};
-  }
-  const std::int64_t widest = std::max(problem.head_dim_k, problem.head_dim_v);
-  if (widest > kMaxLinearDim) {
-    return {"head dim " + std::to_string(widest) + ": at most " + std::to_string(kMaxLinearDim)};
   }
   const auto real = [](std::int64_t x) { return static_cast<double>(x); };
   const double heads = real(std::max(problem.num_heads_k, problem.num_heads_v));

@@ -46,7 +46,7 @@ TEST_F(Checked, AbsentAndGood) {
   EXPECT_EQ(refusal(good), "");
   const TensorView view = checked_view("op", "x", &good);
   EXPECT_EQ(view.numel(), 24);
-  EXPECT_EQ(view.at(1, 2, 3), memory + 4 * (12 + 8 + 3));
+  EXPECT_EQ(view.at(1, 2, 3), memory + std::ptrdiff_t{4} * (12 + 8 + 3));
   EXPECT_EQ(shape_text(view), "[2, 3, 4]");
 }
 
@@ -159,7 +159,7 @@ TEST(Overlap, NeverMissedAndSlicesOfOneTensorAreApart) {
 
 TEST(Overlap, SlicesOfAPackedTensor) {
   // q, k and v as slices of [rows, 3, heads, dim], and of [rows, heads, 3 dim].
-  std::vector<float> memory(10 * 3 * 2 * 8);
+  std::vector<float> memory(std::size_t{10} * 3 * 2 * 8);
   auto* data = reinterpret_cast<std::byte*>(memory.data());
   const auto slice = [&](std::int64_t offset, std::int64_t row, std::int64_t head) {
     TensorView view;
@@ -201,7 +201,7 @@ TEST(SelfOverlap, WhatPassesHasNoByteTwice) {
 }
 
 TEST(SelfOverlap, EveryOrderOfAxesPasses) {
-  std::vector<float> memory(2 * 3 * 4 * 5);
+  std::vector<float> memory(std::size_t{2} * 3 * 4 * 5);
   std::vector<int> order = {0, 1, 2, 3};
   const std::vector<std::int64_t> shape = {2, 3, 4, 5};
   do {

@@ -115,7 +115,7 @@ TEST(NonFinite, AVisibleOneShowsWhereItIsSeenAndNowhereElse) {
   const Results clean = results_of(attention);
   fill_row(attention.v, 0, 2, kNan);
   const Results shown = results_of(attention);
-  const std::size_t row = 2 * 4;  // heads x dim
+  const std::size_t row = std::size_t{2} * 4;  // heads x dim
   for (std::size_t i = 0; i < clean.o.size(); ++i) {
     if (i / row >= 2) {
       EXPECT_TRUE(std::isnan(shown.o[i]));

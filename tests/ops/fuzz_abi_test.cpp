@@ -10,11 +10,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -133,8 +133,9 @@ class FuzzedCall {
     if (!has_options_) {
       // With the struct, all that it points to leaves the call.
       std::erase_if(slots_, [this](const Slot& slot) {
-        const std::less<const void*> before;
-        return !before(slot.field, &options_) && before(slot.field, &options_ + 1);
+        const auto at = reinterpret_cast<std::uintptr_t>(slot.field);
+        return at >= reinterpret_cast<std::uintptr_t>(&options_) &&
+               at < reinterpret_cast<std::uintptr_t>(&options_ + 1);
       });
     }
     back_with_memory();

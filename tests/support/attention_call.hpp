@@ -66,7 +66,7 @@ AttentionSpec random_spec(Random& random);
 
 class AttentionCall {
  public:
-  AttentionCall(const AttentionSpec& spec, Random& random);
+  AttentionCall(const AttentionSpec& given, Random& random);
   AttentionCall(const AttentionCall&) = delete;
   AttentionCall& operator=(const AttentionCall&) = delete;
 

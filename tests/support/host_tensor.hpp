@@ -58,7 +58,8 @@ Extent extent_of(const Shape& shape, const Shape& strides);
 class HostTensor {
  public:
   HostTensor() = default;
-  HostTensor(DType dtype, Shape shape) : HostTensor(dtype, shape, contiguous_strides(shape)) {}
+  HostTensor(DType dtype, const Shape& shape)
+      : HostTensor(dtype, shape, contiguous_strides(shape)) {}
   HostTensor(DType dtype, const Shape& shape, const Shape& strides,
              GuardedMemory::Against against = GuardedMemory::Against::end);
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Runs clang-tidy over the library: clang_tidy.py <build folder with compile_commands.json>.
+"""Runs clang-tidy over the library and its tests: clang_tidy.py <build folder with
+compile_commands.json>.
 
 A file is looked at once, whatever the number of instruction sets it is compiled for. What was
 found clean is remembered beside the build, keyed on everything the result depends on, so only
@@ -18,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CLANG_TIDY = Path(sys.executable).parent / "clang-tidy"
+_FOLDERS = [
+    ROOT / name for name in ("src", "tests/core", "tests/headers", "tests/ops", "tests/support")
+]
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 
@@ -26,8 +30,7 @@ def commands(build: Path) -> dict[Path, dict[str, str]]:
     chosen: dict[Path, dict[str, str]] = {}
     for entry in json.loads((build / "compile_commands.json").read_text()):
         path = (Path(entry["directory"]) / entry["file"]).resolve()
-        wanted = ROOT / "src" in path.parents or ROOT / "tests" / "headers" in path.parents
-        if not wanted or path.suffix != ".cpp":
+        if path.suffix != ".cpp" or not any(folder in path.parents for folder in _FOLDERS):
             continue
         # The widest instruction set shows the most intrinsics.
         if path not in chosen or "ONCHIP_CPU_ISA=avx512" in entry["command"]:
@@ -41,7 +44,7 @@ def with_includes(path: Path, seen: set[Path]) -> set[Path]:
         return seen
     seen.add(path)
     for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
-        for folder in (ROOT / "src", ROOT / "include", path.parent):
+        for folder in (ROOT / "src", ROOT / "include", ROOT / "tests", path.parent):
             with_includes(folder / name, seen)
     return seen
 
