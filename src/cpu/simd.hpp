@@ -354,9 +354,18 @@ constexpr int kFloatLanes = kLanes<float>;
 using Halves [[gnu::vector_size(2 * kFloatLanes)]] = std::uint16_t;
 using Words = Simd<float>::Unsigned;
 
-ONCHIP_INLINE Vec<float> from_bf16(Halves x) {
-  return (Vec<float>)(__builtin_convertvector(x, Words) << 16);
+ONCHIP_INLINE Words widened(Halves x) {
+  // NOTE(codegen): gcc 12 makes five instructions of a __builtin_convertvector that could be one.
+#if ONCHIP_CPU_LEVEL >= 2
+  return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#elif ONCHIP_CPU_LEVEL == 1
+  return (Words)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, Words);
+#endif
 }
+
+ONCHIP_INLINE Vec<float> from_bf16(Halves x) { return (Vec<float>)(widened(x) << 16); }
 
 // Round to nearest even; NaN stays a quiet NaN.
 ONCHIP_INLINE Halves to_bf16(Vec<float> x) {
