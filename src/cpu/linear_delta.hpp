@@ -117,13 +117,10 @@ struct StateContent {
   std::size_t delta_backward_record_bytes(const DeltaShape& shape);                                \
   std::size_t delta_backward_scratch_bytes(const DeltaShape& shape);                               \
   std::size_t delta_sum_row_bytes(const DeltaShape& shape);                                        \
-  /* ends[d]: the sum over row d of state * d_state. */                                            \
-  void delta_ends(const DeltaShape& shape, const std::byte* state, const std::byte* d_state,       \
-                  std::byte* ends);                                                                \
   /* From the state before the chunk and the gradient of that after it to the gradient of */       \
-  /* the one before, in place; `ends` alike. */                                                    \
+  /* the one before, in place. */                                                                  \
   void delta_backward(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state, \
-                      std::byte* ends, std::byte* record, std::byte* scratch);                     \
+                      std::byte* record, std::byte* scratch);                                      \
   /* The same in parts, with a record each chunk: what needs no state, as above; */                \
   bool delta_backward_prepare(const DeltaBackwardChunk& chunk, std::byte* record);                 \
   /* columns of the state after the chunk and of what backward keeps of forward; */                \
@@ -134,8 +131,7 @@ struct StateContent {
                              const std::byte* d_after, std::byte* d_before, std::byte* record);    \
   /* the rows' gradients. */                                                                       \
   void delta_backward_rows(const DeltaBackwardChunk& chunk, const std::byte* before,               \
-                           const std::byte* d_after, const std::byte* ends, std::byte* record,     \
-                           std::byte* scratch);                                                    \
+                           const std::byte* d_after, std::byte* record, std::byte* scratch);       \
   }
 
 ONCHIP_CPU_DECLARE_LINEAR_DELTA(portable)

@@ -36,7 +36,6 @@ struct WorkerLayout {
     take(record, std::max(unit.backward_record_bytes(shape), unit.forward_scratch_bytes(shape)));
     take(scratch, unit.backward_scratch_bytes(shape));
     take(d_state, state);
-    take(ends, sum_row);
     take(kept_states, static_cast<std::size_t>(kept + 1) * state);
     take(between_states, static_cast<std::size_t>(between) * state);
     take(starts, static_cast<std::size_t>(rows + 1) * sizeof(std::int64_t));
@@ -57,8 +56,8 @@ struct WorkerLayout {
   std::int64_t between = 0;  // chunks from one of them to the next at most
   std::size_t state = 0;
   std::size_t sum_row = 0;
-  std::size_t record = 0, scratch = 0, d_state = 0, ends = 0, kept_states = 0, between_states = 0,
-              starts = 0, finite = 0, constants = 0, q_sums = 0, k_sums = 0, a_sums = 0;
+  std::size_t record = 0, scratch = 0, d_state = 0, kept_states = 0, between_states = 0, starts = 0,
+              finite = 0, constants = 0, q_sums = 0, k_sums = 0, a_sums = 0;
   std::size_t bytes = 0;
 };
 
@@ -124,11 +123,10 @@ class DeltaBackwardHead {
         std::memcpy(kept(c / every_), state, layout_.state);
         kept_finite()[c / every_] = finite_;
       }
-      advance(c, state);
+      if (c + 1 < chunks_) advance(c, state);
     }
     std::byte* d_state = memory_ + layout_.d_state;
     unit_.load_state(shape_, unit_state(problem_.d_final_state[0], n_, head_), d_state);
-    unit_.ends(shape_, state, d_state, memory_ + layout_.ends);
   }
 
   std::byte* kept(std::int64_t index) const {
@@ -177,8 +175,8 @@ class DeltaBackwardHead {
     DeltaChunkGradients gradients(problem_, tokens_, head_, rows_, chunk_at(c), starts_[c], sums,
                                   constants);
     const std::byte* state = every_ > 1 ? between(c % every_) : kept(c);
-    unit_.backward(gradients.chunk(), state, memory_ + layout_.d_state, memory_ + layout_.ends,
-                   memory_ + layout_.record, memory_ + layout_.scratch);
+    unit_.backward(gradients.chunk(), state, memory_ + layout_.d_state, memory_ + layout_.record,
+                   memory_ + layout_.scratch);
     gradients.store_gates();
     for (std::int64_t i = 0; i < at.width; ++i) totals[i] += constants[i];
   }

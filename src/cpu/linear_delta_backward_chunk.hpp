@@ -3,9 +3,10 @@
 // scaled as in forward and Z = [dO; dX]:
 //   dU = P^T dO + (K R) dS',  (I + A)^T dX = dU,  dS = D_L dS' + [scale Q D; -E D]^T Z,
 //   d[scale Q D; -E D] = Z S^T,  d[P; -A] = Z U^T on the pairs,  d(K R) = U dS'^T.
-// A pair's decay and the decays to the chunk's ends are powers of differences of sums of log
-// decays, so the gradient of such a sum is q dq + e de - k dk of its row, and of the last one also
-// S' dS'.
+// The gradient of row t's log decay is the sum of what crosses it: pairs (i, j) with j < t <= i,
+// the state before the chunk into rows from t on, rows before t into the state after it, and the
+// state through the chunk. Terms that do not cross it are left out, not subtracted: where keys are
+// similar or decay is strong they are much larger than the rest.
 #pragma once
 
 #include "cpu/linear_delta_advance.hpp"
@@ -41,6 +42,8 @@ struct DeltaBackwardScratch {
     d_pairs = pieces.take<T>(2 * kDeltaRows * token);
     d_qe = pieces.take<T>(2 * kDeltaRows * tiles.key);
     d_k = pieces.take<T>(kDeltaRows * tiles.key);
+    d_alpha = pieces.take<T>(kDeltaRows * tiles.key);
+    through = pieces.take<T>(tiles.key);
   }
 
   LinearPieces pieces;
@@ -52,16 +55,9 @@ struct DeltaBackwardScratch {
   T* d_pairs;    // [2 rows][j]
   T* d_qe;       // [2 rows][dk]
   T* d_k;        // [rows][dk]
+  T* d_alpha;    // [rows][dk], of log decays, where channels have one
+  T* through;    // [dk]: of the state through the chunk
 };
-
-template <typename T>
-void state_ends(const DeltaShape& shape, const T* state, const T* d_state, T* ends) {
-  const StateTile<T> tile(shape.linear);
-  fill_zeros(ends, tile_stride<T>(tile.dk));
-  for (std::int64_t d = 0; d < tile.dk; ++d) {
-    ends[d] = dot<T>(state + d * tile.stride, d_state + d * tile.stride, tile.columns);
-  }
-}
 
 template <typename T>
 class DeltaBackward {
@@ -101,32 +97,23 @@ class DeltaBackward {
     pull_state(padded, d_after, d_before);
   }
 
-  void pull_rows(const T* before, const T* d_after, const T* ends) {
+  void pull_rows(const T* before, const T* d_after) {
     transpose_operands(before, d_after);
+    pull_through(before, d_after);
     pull_pairs();
     pull_keys();
-    pull_decays(ends);
+    store_decays();
     pull_erase();
     store_shared();
   }
 
   // All at once; gradients of rows come before that of the state is overwritten.
-  void run(const T* state, T* d_state, T* ends) {
+  void run(const T* state, T* d_state) {
     prepare();
     algebra_.solve(t_.all(), state);
     solve_values(t_.all(), d_state);
-    transpose_operands(state, d_state);
-    pull_pairs();
-    pull_keys();
-    pull_decays(ends);
+    pull_rows(state, d_state);
     pull_state(t_.all(), d_state, d_state);
-    if (forgets()) {
-      fill_zeros(ends, t_.key_columns);
-    } else {
-      state_ends<T>(shape_, state, d_state, ends);
-    }
-    pull_erase();
-    store_shared();
   }
 
  private:
@@ -201,14 +188,42 @@ class DeltaBackward {
     }
   }
 
+  // Of the state through the chunk, to any log decay of a channel.
+  void pull_through(const T* state, const T* d_state) {
+    for (std::int64_t d = 0; d < t_.key_columns; ++d) {
+      const bool passes = d < t_.dk && !chunk_.forward.empty && t_.whole[d] != T{0};
+      s_.through[d] = passes ? t_.whole[d] * dot<T>(state + d * t_.value, d_state + d * t_.value,
+                                                    t_.value_columns)
+                             : T{0};
+    }
+  }
+
   // Of the products q_i . k_j and e_i . k_j; where channels decay, of P_ij and -A_ij.
   void pull_pairs() {
     products<T>(padded_, whole_vectors<T>(2 * padded_), {s_.u_t, kToken, s_.z_t, kToken, 0, t_.dv},
                 nullptr, {}, Steps::all, s_.d_pairs_t, kToken);
     if (shape_.channels) return;
+    if (chunk_.d_decay != nullptr) cross_pairs();
     algebra_.weigh_pairs(s_.d_pairs_t);
     transpose_tile<T>(s_.d_pairs_t, kToken, padded_, whole_vectors<T>(2 * padded_), s_.d_pairs,
                       kToken);
+  }
+
+  void cross_pairs() {
+    for (std::int64_t i = 0; i < rows_; ++i) chunk_.d_decay[i] = 0.0;
+    for (std::int64_t j = 0; j < rows_; ++j) {
+      const T* pairs = t_.pairs_t + j * kToken;
+      const T* d_pairs = s_.d_pairs_t + j * kToken;
+      double sum = 0.0;
+      double erased = 0.0;
+      for (std::int64_t i = rows_ - 1; i > j; --i) {
+        const double own =
+            static_cast<double>(pairs[padded_ + i]) * static_cast<double>(d_pairs[padded_ + i]);
+        sum += static_cast<double>(pairs[i]) * static_cast<double>(d_pairs[i]);
+        chunk_.d_decay[i] += sum + (shape_.exclusive ? erased : erased + own);
+        erased += own;
+      }
+    }
   }
 
   void pull_keys() {
@@ -227,13 +242,36 @@ class DeltaBackward {
       factor[i] = t_.q_factor[i];
       factor[padded_ + i] = t_.e_factor[i];
     }
-    products<T>(2 * padded_, t_.key_columns, read, steps == 0 ? nullptr : factor,
-                {s_.d_pairs_t, kToken, t_.k, t_.key, 0, rows_}, Steps::all, s_.d_qe, t_.key);
-    products<T>(padded_, t_.key_columns, written, t_.k_factor,
-                {s_.d_pairs, kToken, t_.qe, t_.key, 0, 2 * padded_}, Steps::all, s_.d_k, t_.key);
+    products<T>(2 * padded_, t_.key_columns, read, steps == 0 ? nullptr : factor, {}, Steps::all,
+                s_.d_qe, t_.key);
+    products<T>(padded_, t_.key_columns, written, t_.k_factor, {}, Steps::all, s_.d_k, t_.key);
+    if (chunk_.d_decay != nullptr) cross_ends();
+    add_products<T>(2 * padded_, t_.key_columns, {s_.d_pairs_t, kToken, t_.k, t_.key, 0, rows_},
+                    Steps::all, s_.d_qe, t_.key);
+    add_products<T>(padded_, t_.key_columns, {s_.d_pairs, kToken, t_.qe, t_.key, 0, 2 * padded_},
+                    Steps::all, s_.d_k, t_.key);
   }
 
-  // From the gradients of the scaled rows to those of the rows.
+  // The gradients of rows hold what passed the chunk's ends, not yet the pairs.
+  void cross_ends() {
+    double read = 0.0;
+    for (std::int64_t i = rows_ - 1; i >= 0; --i) {
+      const std::int64_t at = i * t_.key;
+      const double erased = static_cast<double>(dot<T>(e() + at, d_e() + at, t_.key_columns));
+      read += static_cast<double>(dot<T>(t_.qe + at, s_.d_qe + at, t_.key_columns));
+      chunk_.d_decay[i] += shape_.exclusive ? read : read + erased;
+      read += erased;
+    }
+    double kept = 0.0;
+    for (std::int64_t d = 0; d < t_.dk; ++d) kept += static_cast<double>(s_.through[d]);
+    for (std::int64_t i = 0; i < rows_; ++i) {
+      const std::int64_t at = i * t_.key;
+      chunk_.d_decay[i] += kept;
+      kept += static_cast<double>(dot<T>(t_.k + at, s_.d_k + at, t_.key_columns));
+    }
+  }
+
+  // From the gradients of the scaled rows to those of the rows, and what they cross.
   void decay_channels() {
     using S = Simd<T>;
     const std::int64_t columns = t_.key_columns;
@@ -254,12 +292,33 @@ class DeltaBackward {
         S::store(k, decay * S::load(k));
         decay = decay * S::load(t_.alpha + j * t_.key + d);
       }
+      cross_channel_ends(d);
+    }
+  }
+
+  void cross_channel_ends(std::int64_t d) {
+    using S = Simd<T>;
+    Vec<T> read{};
+    for (std::int64_t i = rows_ - 1; i >= 0; --i) {
+      const std::int64_t at = i * t_.key + d;
+      const Vec<T> erased = S::load(e() + at) * S::load(d_e() + at);
+      read = S::fma(S::load(t_.qe + at), S::load(s_.d_qe + at), read);
+      S::store(s_.d_alpha + at, shape_.exclusive ? read : read + erased);
+      read = read + erased;
+    }
+    Vec<T> kept = S::load(s_.through + d);
+    for (std::int64_t i = 0; i < rows_; ++i) {
+      const std::int64_t at = i * t_.key + d;
+      S::store(s_.d_alpha + at, S::load(s_.d_alpha + at) + kept);
+      kept = S::fma(S::load(t_.k + at), S::load(s_.d_k + at), kept);
     }
   }
 
   void pair_channels() {
     using S = Simd<T>;
     const T scale = static_cast<T>(shape_.scale);
+    // What crosses rows up to this one, and not the next.
+    Vec<T> crossing[kDeltaChannelRows];
     for (std::int64_t j = 0; j < rows_; ++j) {
       const T* pairs = s_.d_pairs_t + j * kToken;
       for (std::int64_t d = 0; d < t_.key_columns; d += kLanes<T>) {
@@ -271,61 +330,49 @@ class DeltaBackward {
           const Vec<T> before = decay;
           if (i > j) decay = decay * S::load(t_.alpha + at);
           const Vec<T> read = S::broadcast(scale * pairs[i]) * decay;
-          sum = S::fma(read, S::load(t_.qe + at), sum);
+          const Vec<T> query = S::load(t_.qe + at);
+          sum = S::fma(read, query, sum);
           S::store(s_.d_qe + at, S::fma(read, key, S::load(s_.d_qe + at)));
+          crossing[i] = read * key * query;
           if (i == j) continue;
           const Vec<T> erased =
               S::broadcast(-pairs[padded_ + i]) * (shape_.exclusive ? before : decay);
-          sum = S::fma(erased, S::load(e() + at), sum);
+          const Vec<T> erase = S::load(e() + at);
+          sum = S::fma(erased, erase, sum);
           S::store(d_e() + at, S::fma(erased, key, S::load(d_e() + at)));
+          Vec<T>& crossed = crossing[shape_.exclusive ? i - 1 : i];
+          crossed = S::fma(erased * key, erase, crossed);
         }
         S::store(s_.d_k + j * t_.key + d, sum);
+        Vec<T> crossed{};
+        for (std::int64_t i = rows_ - 1; i > j; --i) {
+          T* to = s_.d_alpha + i * t_.key + d;
+          crossed = crossed + crossing[i];
+          S::store(to, S::load(to) + crossed);
+        }
       }
     }
   }
 
-  // Sums from the chunk's end to every row. What the first row's decay multiplies may be nothing.
-  void pull_decays(const T* ends) {
+  void store_decays() {
     const bool meets_nothing = gates_.reset || chunk_.forward.empty;
-    if (shape_.channels) {
-      pull_channel_decays(meets_nothing, ends);
+    if (!shape_.channels) {
+      if (chunk_.d_decay != nullptr && meets_nothing) chunk_.d_decay[0] = 0.0;
       return;
     }
-    if (chunk_.d_decay == nullptr) return;
-    double sum = 0.0;
-    for (std::int64_t d = 0; d < t_.dk; ++d) sum += static_cast<double>(ends[d]);
-    for (std::int64_t i = rows_ - 1; i >= 0; --i) {
-      const std::int64_t at = i * t_.key;
-      const double erased = static_cast<double>(dot<T>(e() + at, d_e() + at, t_.key_columns));
-      sum += static_cast<double>(dot<T>(t_.qe + at, s_.d_qe + at, t_.key_columns));
-      sum -= static_cast<double>(dot<T>(t_.k + at, s_.d_k + at, t_.key_columns));
-      if (!shape_.exclusive) sum += erased;
-      chunk_.d_decay[i] = i == 0 && meets_nothing ? 0.0 : sum;
-      if (shape_.exclusive) sum += erased;
-    }
-  }
-
-  void pull_channel_decays(bool meets_nothing, const T* ends) {
     using S = Simd<T>;
-    for (std::int64_t d = 0; d < t_.key_columns; d += kLanes<T>) {
-      Vec<T> sum = S::load(ends + d);
-      for (std::int64_t i = rows_ - 1; i >= 0; --i) {
+    for (std::int64_t i = 0; i < rows_; ++i) {
+      for (std::int64_t d = 0; d < t_.key_columns; d += kLanes<T>) {
         const std::int64_t at = i * t_.key + d;
-        const Vec<T> erased = S::load(e() + at) * S::load(d_e() + at);
-        sum = S::fma(S::load(t_.qe + at), S::load(s_.d_qe + at), sum);
-        sum = sum - S::load(t_.k + at) * S::load(s_.d_k + at);
-        if (!shape_.exclusive) sum = sum + erased;
-        T* decay = t_.alpha + at;
-        // No pair reaches over a reset: what is left of the sum there is rounding.
-        const auto reset = S::equal(S::load(decay), Vec<T>{});
-        sum = S::select(reset, Vec<T>{}, sum);
-        S::store(decay, i == 0 && meets_nothing ? Vec<T>{} : sum);
-        if (shape_.exclusive) sum = sum + erased;
+        // What is not finite crosses no reset either.
+        const auto reset = S::equal(S::load(t_.alpha + at), Vec<T>{});
+        const Vec<T> sum = S::select(reset, Vec<T>{}, S::load(s_.d_alpha + at));
+        S::store(s_.d_alpha + at, i == 0 && meets_nothing ? Vec<T>{} : sum);
       }
     }
-    if (chunk_.forward.raw != nullptr) pull_raw_gates<T>(chunk_, t_);
+    if (chunk_.forward.raw != nullptr) pull_raw_gates<T>(chunk_, t_, s_.d_alpha);
     if (chunk_.d_gate.data != nullptr) {
-      store_any_tile<T>(t_.alpha, t_.key, t_.dk, rows_, chunk_.d_gate, chunk_.forward.gate_dtype);
+      store_any_tile<T>(s_.d_alpha, t_.key, t_.dk, rows_, chunk_.d_gate, chunk_.forward.gate_dtype);
     }
   }
 

@@ -31,22 +31,12 @@ std::size_t delta_sum_row_bytes(const DeltaShape& shape) {
   return bytes;
 }
 
-void delta_ends(const DeltaShape& shape, const std::byte* state, const std::byte* d_state,
-                std::byte* ends) {
-  with_delta_arithmetic(shape, [&](auto number) {
-    using T = decltype(number);
-    state_ends<T>(shape, reinterpret_cast<const T*>(state), reinterpret_cast<const T*>(d_state),
-                  reinterpret_cast<T*>(ends));
-  });
-}
-
 void delta_backward(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state,
-                    std::byte* ends, std::byte* record, std::byte* scratch) {
+                    std::byte* record, std::byte* scratch) {
   with_delta_arithmetic(chunk.forward.shape, [&](auto number) {
     using T = decltype(number);
     DeltaBackward<T>(chunk, record, scratch)
-        .run(reinterpret_cast<const T*>(state), reinterpret_cast<T*>(d_state),
-             reinterpret_cast<T*>(ends));
+        .run(reinterpret_cast<const T*>(state), reinterpret_cast<T*>(d_state));
   });
 }
 
@@ -77,13 +67,11 @@ void delta_backward_values(const DeltaBackwardChunk& chunk, const DeltaColumns& 
 }
 
 void delta_backward_rows(const DeltaBackwardChunk& chunk, const std::byte* before,
-                         const std::byte* d_after, const std::byte* ends, std::byte* record,
-                         std::byte* scratch) {
+                         const std::byte* d_after, std::byte* record, std::byte* scratch) {
   with_delta_arithmetic(chunk.forward.shape, [&](auto number) {
     using T = decltype(number);
     DeltaBackward<T>(chunk, record, scratch)
-        .pull_rows(reinterpret_cast<const T*>(before), reinterpret_cast<const T*>(d_after),
-                   reinterpret_cast<const T*>(ends));
+        .pull_rows(reinterpret_cast<const T*>(before), reinterpret_cast<const T*>(d_after));
   });
 }
 

@@ -24,7 +24,6 @@ class DeltaBackwardWindows {
                std::max(unit.backward_record_bytes(shape_), unit.forward_scratch_bytes(shape_))),
         state_bytes_(linear_rounded_up(unit.state_bytes(shape_))),
         scratch_bytes_(linear_rounded_up(unit.backward_scratch_bytes(shape_))),
-        ends_bytes_(linear_rounded_up(unit.sum_row_bytes(shape_))),
         constants_bytes_(linear_rounded_up(static_cast<std::size_t>(at_.width) * sizeof(double))),
         sums_bytes_(delta_sums_bytes(problem, unit)) {
     // A chunk may be a single row.
@@ -35,12 +34,12 @@ class DeltaBackwardWindows {
     notes_bytes_ = linear_rounded_up(static_cast<std::size_t>(windows + 1) * sizeof(bool));
     const std::int64_t heads = heads_.heads();
     bytes_ = heads_.bytes();
-    add(scratch_, workers, scratch_bytes_ + ends_bytes_);
+    add(scratch_, workers, scratch_bytes_);
     add(kept_states_, heads * kept_, state_bytes_);
     add(between_states_, heads * between_, state_bytes_);
     add(finite_, heads, notes_bytes_);
     add(d_states_, heads * (cut.window + 1), state_bytes_);
-    add(heads_notes_, heads, linear_rounded_up(sizeof(Note)));
+    add(bases_, heads, kBaseBytes);
     add(constants_, heads * cut.window, constants_bytes_);
     const bool shared = problem.traits.erase == EraseForm::other_keys;
     add(sums_, heads, (shared ? 3 : 2) * sums_bytes_);
@@ -56,10 +55,8 @@ class DeltaBackwardWindows {
   }
 
  private:
-  struct Note {
-    std::int64_t base;  // where in the ring the gradient of the state after the window is
-    bool forgotten;     // by the chunk after the window
-  };
+  // A cache line each: tasks of different heads write them.
+  static constexpr std::size_t kBaseBytes = 64;
 
   void add(std::size_t& at, std::int64_t count, std::size_t each) {
     at = bytes_;
@@ -68,11 +65,10 @@ class DeltaBackwardWindows {
   std::byte* piece(std::size_t begin, std::int64_t index, std::size_t bytes) const {
     return memory_ + begin + static_cast<std::size_t>(index) * bytes;
   }
-  std::byte* scratch(std::int32_t worker) const {
-    return piece(scratch_, worker, scratch_bytes_ + ends_bytes_);
-  }
-  Note& note(std::int64_t p) const {
-    return *reinterpret_cast<Note*>(piece(heads_notes_, p, linear_rounded_up(sizeof(Note))));
+  std::byte* scratch(std::int32_t worker) const { return piece(scratch_, worker, scratch_bytes_); }
+  // Where in the ring the gradient of the state after the window is.
+  std::int64_t& base(std::int64_t p) const {
+    return *reinterpret_cast<std::int64_t*>(piece(bases_, p, kBaseBytes));
   }
   // Before every window: whether its state is finite.
   bool& finite(std::int64_t p, std::int64_t w) const {
@@ -87,7 +83,7 @@ class DeltaBackwardWindows {
   // The gradient of the state after the window's last `back` chunks have been gone back.
   std::byte* d_state(std::int64_t p, std::int64_t back) const {
     const std::int64_t ring = heads_.window() + 1;
-    return piece(d_states_, p * ring + (note(p).base + back) % ring, state_bytes_);
+    return piece(d_states_, p * ring + (base(p) + back) % ring, state_bytes_);
   }
   double* constants(std::int64_t p, std::int64_t c) const {
     return reinterpret_cast<double*>(piece(constants_, p * heads_.window() + c, constants_bytes_));
@@ -106,7 +102,7 @@ class DeltaBackwardWindows {
       const std::int64_t n = p / problem_.num_heads_k;
       const std::int64_t head = p % problem_.num_heads_k * delta_group(problem_) + member_;
       heads_.begin(p, n, head, problem_.initial_state);
-      note(p) = {};
+      base(p) = 0;
       unit_.load_state(shape_, unit_state(problem_.d_final_state[0], n, head), d_state(p, 0));
     });
     const std::int64_t windows = heads_.windows();
@@ -205,17 +201,8 @@ class DeltaBackwardWindows {
     const std::int64_t first = heads_.first_row(p, w, c);
     DeltaChunkGradients out(problem_, tokens, heads_.head(p), rows, heads_.chunk(rows, p, w, c),
                             first, sums(p, first), constants(p, c));
-    std::byte* ends = memory + scratch_bytes_;
-    const std::byte* d_after = d_state(p, count - 1 - c);
-    // Where the next chunk forgets the state, nothing of it reaches the end.
-    const bool forgotten = c + 1 < count ? heads_.forgets(p, c + 1) : note(p).forgotten;
-    if (forgotten) {
-      std::memset(ends, 0, ends_bytes_);
-    } else {
-      unit_.ends(shape_, heads_.state(p, c + 1), d_after, ends);
-    }
-    unit_.backward_rows(out.chunk(), heads_.state(p, c), d_after, ends, heads_.record(p, c),
-                        memory);
+    unit_.backward_rows(out.chunk(), heads_.state(p, c), d_state(p, count - 1 - c),
+                        heads_.record(p, c), memory);
     out.store_gates();
   }
 
@@ -227,8 +214,7 @@ class DeltaBackwardWindows {
     for (std::int64_t c = count - 1; c >= 0; --c) {
       for (std::int64_t i = 0; i < at_.width; ++i) totals[i] += constants(p, c)[i];
     }
-    note(p).base = (note(p).base + count) % (heads_.window() + 1);
-    note(p).forgotten = heads_.forgets(p, 0);
+    base(p) = (base(p) + count) % (heads_.window() + 1);
   }
 
   const LinearBackwardProblem& problem_;
@@ -236,14 +222,14 @@ class DeltaBackwardWindows {
   DeltaShape shape_;
   DeltaConstants at_;
   DeltaWindows heads_;
-  std::size_t state_bytes_, scratch_bytes_, ends_bytes_, constants_bytes_, sums_bytes_;
+  std::size_t state_bytes_, scratch_bytes_, constants_bytes_, sums_bytes_;
   std::size_t notes_bytes_ = 0;
   std::int64_t kept_ = 1;     // states of a head that the walk forward keeps at most
   std::int64_t between_ = 1;  // windows from one to the next at most
   std::int64_t every_ = 1;    // as it is
   std::int64_t member_ = 0;
   std::size_t scratch_ = 0, kept_states_ = 0, between_states_ = 0, finite_ = 0, d_states_ = 0,
-              heads_notes_ = 0, constants_ = 0, sums_ = 0, bytes_ = 0;
+              bases_ = 0, constants_ = 0, sums_ = 0, bytes_ = 0;
   double* totals_ = nullptr;
   std::byte* memory_ = nullptr;
 };

@@ -58,10 +58,10 @@ void load_channel_decays(const DeltaChunk& chunk, DeltaTiles<T>& t, std::int64_t
   }
 }
 
-// From the gradients of log decays, in alpha, to those of what they are made of. A gradient of 0
+// From the gradients of log decays, [rows][dk], to those of what they are made of. A gradient of 0
 // stays 0 whatever the gate is.
 template <typename T>
-void pull_raw_gates(const DeltaBackwardChunk& chunk, DeltaTiles<T>& t) {
+void pull_raw_gates(const DeltaBackwardChunk& chunk, DeltaTiles<T>& t, T* d_alpha) {
   using S = Simd<T>;
   const DeltaChunk& forward = chunk.forward;
   const DeltaRawGates& raw = *forward.raw;
@@ -71,7 +71,7 @@ void pull_raw_gates(const DeltaBackwardChunk& chunk, DeltaTiles<T>& t) {
   UnitRow row = forward.gate;
   for (std::int64_t i = 0; i < forward.gates->rows; ++i, row.data += row.row_stride) {
     load_any_tile<T>(row, forward.gate_dtype, t.dk, 1, 1, t.running, t.key);
-    T* gradient = t.alpha + i * t.key;
+    T* gradient = d_alpha + i * t.key;
     Vec<T> d_rate{};
     for (std::int64_t d = 0; d < t.key_columns; d += kLanes<T>) {
       const Vec<T> x = S::load(t.running + d) + S::load(t.dt_bias + d);

@@ -25,15 +25,15 @@ double load_number(const RowsView& rows, std::int64_t batch, std::int64_t row, s
 
 }  // namespace
 
-#define ONCHIP_CPU_UNIT(isa)                                                                     \
-  DeltaUnit {                                                                                    \
-    isa::delta_state_bytes, isa::delta_load_state, isa::delta_store_state,                       \
-        isa::delta_forward_scratch_bytes, isa::delta_forward, isa::delta_prepare,                \
-        isa::delta_advance, isa::delta_read, isa::delta_backward_record_bytes,                   \
-        isa::delta_backward_scratch_bytes, isa::delta_sum_row_bytes, isa::delta_ends,            \
-        isa::delta_backward, isa::delta_backward_prepare, isa::delta_backward_advance,           \
-        isa::delta_backward_values, isa::delta_backward_rows, "linear_forward/delta_rule/" #isa, \
-        "linear_backward/delta_rule/" #isa, "linear_step/delta_rule/" #isa                       \
+#define ONCHIP_CPU_UNIT(isa)                                                                  \
+  DeltaUnit {                                                                                 \
+    isa::delta_state_bytes, isa::delta_load_state, isa::delta_store_state,                    \
+        isa::delta_forward_scratch_bytes, isa::delta_forward, isa::delta_prepare,             \
+        isa::delta_advance, isa::delta_read, isa::delta_backward_record_bytes,                \
+        isa::delta_backward_scratch_bytes, isa::delta_sum_row_bytes, isa::delta_backward,     \
+        isa::delta_backward_prepare, isa::delta_backward_advance, isa::delta_backward_values, \
+        isa::delta_backward_rows, "linear_forward/delta_rule/" #isa,                          \
+        "linear_backward/delta_rule/" #isa, "linear_step/delta_rule/" #isa                    \
   }
 
 DeltaUnit delta_unit(Isa isa) {

@@ -25,18 +25,15 @@ struct DeltaUnit {
   std::size_t (*backward_record_bytes)(const DeltaShape& shape);
   std::size_t (*backward_scratch_bytes)(const DeltaShape& shape);
   std::size_t (*sum_row_bytes)(const DeltaShape& shape);
-  void (*ends)(const DeltaShape& shape, const std::byte* state, const std::byte* d_state,
-               std::byte* ends);
   void (*backward)(const DeltaBackwardChunk& chunk, const std::byte* state, std::byte* d_state,
-                   std::byte* ends, std::byte* record, std::byte* scratch);
+                   std::byte* record, std::byte* scratch);
   bool (*backward_prepare)(const DeltaBackwardChunk& chunk, std::byte* record);
   void (*backward_advance)(const DeltaBackwardChunk& chunk, const DeltaColumns& columns,
                            const std::byte* before, std::byte* after, std::byte* record);
   void (*backward_values)(const DeltaBackwardChunk& chunk, const DeltaColumns& columns,
                           const std::byte* d_after, std::byte* d_before, std::byte* record);
   void (*backward_rows)(const DeltaBackwardChunk& chunk, const std::byte* before,
-                        const std::byte* d_after, const std::byte* ends, std::byte* record,
-                        std::byte* scratch);
+                        const std::byte* d_after, std::byte* record, std::byte* scratch);
   const char* forward_name;
   const char* backward_name;
   const char* step_name;
