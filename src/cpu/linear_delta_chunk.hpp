@@ -201,14 +201,15 @@ class DeltaAlgebra {
       decay[i] = gates_.reset ? T{0} : power_of<T>(gates_.first + gates_.cumulative[i]);
       whole_ = decay[i];
     }
-    for (std::int64_t i = 0; i < padded_; ++i) {
-      t_.q_factor[i] = t_.e_factor[i] = t_.k_factor[i] = T{0};
-      if (i >= rows_) continue;
+    for (std::int64_t i = 0; i < rows_; ++i) {
       T erased = decay[i];
       if (shape_.exclusive) erased = i == 0 ? T{1} : decay[i - 1];
       t_.q_factor[i] = scale * decay[i];
       t_.e_factor[i] = -erased;
       t_.k_factor[i] = power_of<T>(gates_.cumulative[rows_ - 1] - gates_.cumulative[i]);
+    }
+    for (std::int64_t i = rows_; i < padded_; ++i) {
+      t_.q_factor[i] = t_.e_factor[i] = t_.k_factor[i] = T{0};
     }
   }
 
