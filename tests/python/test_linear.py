@@ -334,27 +334,43 @@ def test_grouped_heads_are_repeated_ones(on, variant):
 def test_heads_and_sequences_do_not_meet(on, variant):
     """Every (sequence, head) alone has the same bits; retention's decay depends on the head."""
     rng = np.random.default_rng(9)
-    sizes = Sizes(batch=2, length=20, heads_k=3, heads_v=3)
+    sizes = Sizes(batch=2, length=70, heads_k=3, heads_v=3)
     tensors = draw(rng, variant, sizes, np.float32)
+    if "log_decay" in tensors and "A_log" not in tensors and tensors["log_decay"].ndim > 1:
+        tensors["log_decay"][:, 20:28, 0] = -5.0
     o, _ = forward(on, variant, tensors)
+    d_o = rng.standard_normal(o.shape).astype(np.float32)
+    gradients = backward(on, variant, d_o, tensors)
+    rows = rows_of(variant, tensors)
     for n in range(2):
-        alone = with_rows(variant, tensors, lambda x, n=n: x[n : n + 1])
-        compare.assert_bitwise("o", o[n : n + 1], forward(on, variant, alone)[0])
+        one = slice(n, n + 1)
+        alone = with_rows(variant, tensors, lambda x, one=one: x[one])
+        compare.assert_bitwise("o", o[one], forward(on, variant, alone)[0])
+        got = backward(on, variant, d_o[one], alone)
+        for name in rows:
+            want = getattr(gradients, "d" + name)[one]
+            compare.assert_bitwise("d" + name, getattr(got, "d" + name), want)
     if variant.op == "retention":
         return
     for h in range(3):
-        alone = {
-            name: of_head(kind, x, h, sizes)
-            for (name, kind), x in zip(variant.tensors().items(), tensors.values(), strict=True)
-        }
-        own = of_head("width" if variant.op in SCANS else "value", o, h, sizes)
+        kinds = variant.tensors()
+        alone = {name: of_head(kinds[name], x, h, sizes) for name, x in tensors.items()}
+        of_o = "width" if variant.op in SCANS else "value"
+        own = of_head(of_o, o, h, sizes)
         compare.assert_bitwise("o", own, forward(on, variant, alone)[0])
+        got = backward(on, variant, of_head(of_o, d_o, h, sizes), alone)
+        for name in tensors:
+            if kinds[name] == "one_group":  # a sum over heads
+                continue
+            want = of_head(kinds[name], getattr(gradients, "d" + name), h, sizes)
+            compare.assert_bitwise("d" + name, getattr(got, "d" + name), want)
 
 
 @every_call
 def test_strides_poison_and_inputs_left_alone(on, variant):
     rng = np.random.default_rng(10)
-    sizes = Sizes(batch=2, length=7)
+    # Over a chunk, and with widths that are no power of two.
+    sizes = Sizes(batch=2, length=70, dk=20, dv=12)
     tensors = draw(rng, variant, sizes, np.float32)
     layout = variant.layout({})
     state = draw_state(rng, variant, sizes, 2, np.float32, layout)
@@ -394,7 +410,7 @@ def test_strides_poison_and_inputs_left_alone(on, variant):
 @every_call
 def test_rows_that_repeat_in_memory(on, variant):
     rng = np.random.default_rng(11)
-    sizes = Sizes(batch=2, length=5)
+    sizes = Sizes(batch=2, length=20)
     one = draw(rng, variant, Sizes(batch=1, length=1))
     spread = with_rows(
         variant,
@@ -510,13 +526,28 @@ def test_no_decay_is_a_decay_of_zero(on, variant):
     if "log_decay" not in variant.tensors() or "A_log" in variant.tensors():
         return
     rng = np.random.default_rng(16)
-    tensors = draw(rng, variant, Sizes(length=33))
-    tensors["log_decay"] = np.zeros_like(tensors["log_decay"])
-    without = {name: x for name, x in tensors.items() if name != "log_decay"}
-    o, _ = forward(on, variant, tensors)
-    compare.assert_bitwise("o", o, forward(on, variant, without)[0])
-    d_o = rng.standard_normal(o.shape)
-    got, want = backward(on, variant, d_o, tensors), backward(on, variant, d_o, without)
-    assert want.dlog_decay is None
-    for name in without:
-        compare.assert_bitwise(name, getattr(got, "d" + name), getattr(want, "d" + name))
+    for heads_k, heads_v in ((1, 1), (2, 4)):
+        sizes = Sizes(length=70, heads_k=heads_k, heads_v=heads_v)
+        tensors = draw(rng, variant, sizes)
+        state = draw_state(rng, variant, sizes, sizes.batch)
+        tensors["log_decay"] = np.zeros_like(tensors["log_decay"])
+        without = {name: x for name, x in tensors.items() if name != "log_decay"}
+        call = dict(initial_state=state, output_final_state=True)
+        o, final = forward(on, variant, tensors, **call)
+        equal_bits(forward(on, variant, without, **call), (o, final))
+        d_o = rng.standard_normal(o.shape)
+        d_final = d_final_of(rng, variant, final)
+        got, want = (
+            backward(on, variant, d_o, x, initial_state=state, d_final_state=d_final)
+            for x in (tensors, without)
+        )
+        assert want.dlog_decay is None
+        for name in (*without, "initial_state"):
+            compare.assert_bitwise(name, getattr(got, "d" + name), getattr(want, "d" + name))
+        pools = state.copy(), state.copy()
+        steps = (
+            step(on, variant, token(variant, x, 0), state=pool)
+            for x, pool in zip((tensors, without), pools, strict=True)
+        )
+        compare.assert_bitwise("step", *steps)
+        compare.assert_bitwise("pool", *pools)
