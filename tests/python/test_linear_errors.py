@@ -1,6 +1,8 @@
 """Refused calls of the linear operators: InvalidArgument that names operator, argument, got and
 wanted, on every backend alike, before anything is written."""
 
+import re
+
 import numpy as np
 import pytest
 from linear_cases import (
@@ -340,3 +342,17 @@ def test_the_maximum_has_no_gradient():
     state = draw_state(np.random.default_rng(2), SCAN["rwkv4"], SIZES, 2, np.float32)
     with pytest.raises(onchip.InvalidArgument, match=r"rwkv4_backward: d_final_state\[2\]: got"):
         onchip.ops.rwkv4_backward(tensors["v"], **tensors, d_final_state=state)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+@pytest.mark.parametrize("on", [None, *BACKENDS], ids=str)
+def test_a_tensor_of_another_rank_is_named(on, variant):
+    """One axis too many, in every tensor in turn; it may be what another one does not fit to."""
+    tensors = base(variant)
+    for name, x in tensors.items():
+        with pytest.raises(onchip.InvalidArgument) as refusal:
+            forward(on, variant, tensors | {name: x[..., None]})
+        assert f"{variant.op}_forward: " in str(refusal.value)
+        # The number of gsa's slots is log_decay's last axis, which s then does not fit to.
+        blamed = "s" if (variant.op, name) == ("gsa", "log_decay") else name
+        assert re.search(rf"\b{blamed}\b", str(refusal.value)), refusal.value
