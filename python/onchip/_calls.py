@@ -129,6 +129,17 @@ def _integers(op: Operator, name: str, value: Any) -> Any:
         ) from None
 
 
+def flag(op: str, name: str, value: Any, default: bool = False) -> bool:
+    """An option that Python alone looks at, by the rule of those that the library does: None is its
+    default; an array, a name or another number is not taken for one."""
+    if value is None:
+        return default
+    is_number = isinstance(value, int) and value in (0, 1)
+    if not is_number and type(value).__name__ not in ("bool", "bool_"):
+        raise InvalidArgument(f"{op}: {name}: got {value!r}, wanted True or False")
+    return bool(value)
+
+
 def window_bounds(op: str, window: Any) -> tuple[Any, Any]:
     """(left, right); a set, say, has two members but no order."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:

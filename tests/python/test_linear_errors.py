@@ -192,6 +192,9 @@ def mamba2(**change):
         ("dt_limit", dict(dt_limit=(1.0,))),
         ("dt_limit", dict(dt_limit=0.5)),
         ("dt_limit", dict(dt_limit=(float("nan"), 1.0))),
+        ("dt_limit", dict(dt_limit="01")),
+        ("dt_limit", dict(dt_limit={0.0, 1.0})),
+        ("initial_state", dict(initial_state=())),
         ("A", dict(A=zeros(4, 3))),
         ("A", dict(A=zeros(2))),
         ("B", dict(B=zeros(2, 5, 4, 3))),
@@ -206,6 +209,35 @@ def test_refused_by_mamba2(argument, change):
     with pytest.raises(onchip.InvalidArgument) as refusal:
         mamba2(**change)
     assert str(refusal.value).startswith(f"mamba2_forward: {argument}: got "), refusal.value
+
+
+@pytest.mark.parametrize("value", ["no", [], 2, 1.5, np.ones(2)], ids=repr)
+def test_flags_that_python_looks_at_are_checked(value):
+    u, rate, rows = zeros(2, 5, 4), zeros(4, 3), zeros(2, 5, 3)
+    v = zeros(2, 5, 1, 3)
+    calls = {
+        "simple_gla_forward: output_final_state": lambda: onchip.ops.simple_gla_forward(
+            v, v, v, None, output_final_state=value
+        ),
+        "causal_conv1d_forward: output_final_state": lambda: onchip.ops.causal_conv1d_forward(
+            u, rate, output_final_state=value
+        ),
+        "mamba1_forward: delta_softplus": lambda: onchip.ops.mamba1_forward(
+            u, u, rate, rows, rows, delta_softplus=value
+        ),
+    }
+    for start, call in calls.items():
+        with pytest.raises(onchip.InvalidArgument) as refusal:
+            call()
+        assert str(refusal.value).startswith(f"{start}: got "), refusal.value
+
+
+def test_flags_that_python_looks_at_are_flags():
+    v = np.ones((2, 5, 1, 3), np.float32)
+    for value in (True, 1, np.True_):
+        assert onchip.ops.simple_gla_forward(v, v, v, None, output_final_state=value)[1] is not None
+    for value in (False, 0, np.False_, None):
+        assert onchip.ops.simple_gla_forward(v, v, v, None, output_final_state=value)[1] is None
 
 
 STEP = {
@@ -294,7 +326,6 @@ REFUSED_SCANS = [
     ("mamba1", "z", dict(z=zeros(2, 5, 4))),
     ("mamba1", "delta_bias", dict(delta_bias=zeros(1))),
     ("mamba1", "delta_softplus", dict(delta_softplus="yes")),
-    ("mamba1", "delta_softplus", dict(delta_softplus=None)),
     ("mamba1", "state_layout", dict(state_layout="nd")),
     ("mamba1", "initial_state", dict(initial_state=zeros(2, 3, 8))),
     ("mamba1", "initial_state", dict(initial_state=zeros(2, 8, 3), state_layout="kv")),

@@ -177,7 +177,10 @@ def test_refusals_are_onchips_own():
         (dict(log_decay=gate[..., :1]), "simple_gla_forward: log_decay: got shape"),
         (dict(state_layout="vv"), "simple_gla_forward: state_layout"),
         (dict(initial_state=(state, state)), "initial_state: got 2 parts, wanted a tensor"),
+        (dict(initial_state=()), "initial_state: got 0 parts, wanted a tensor"),
         (dict(initial_state=[[0.0]]), "initial_state: got list"),
+        (dict(output_final_state="no"), "simple_gla_forward: output_final_state: got 'no'"),
+        (dict(output_final_state=2), "simple_gla_forward: output_final_state: got 2"),
         (dict(initial_state=state[:1]), "simple_gla_forward: initial_state"),
         (dict(backend="gpu"), "simple_gla_forward: backend"),
         (dict(chunk_len=7), "simple_gla_forward: chunk_len"),
@@ -188,7 +191,7 @@ def test_refusals_are_onchips_own():
             simple_gla(**(dict(q=q, k=k, v=v, log_decay=gate) | change))
     with pytest.raises(onchip.Error, match=r"cuda\.sm90"):
         simple_gla(q, k, v, gate, backend="cuda.sm90")
-    with pytest.raises(onchip.InvalidArgument, match="got 4 parts, wanted a tuple of at most 3"):
+    with pytest.raises(onchip.InvalidArgument, match="got 4 parts, wanted a tuple of 1 to 3"):
         onchip.torch.mlstm(q, k, v, gate, gate, initial_state=(state,) * 4)
     for arguments, words in (
         (((q, k), {}), "missing a required argument: 'v'"),

@@ -156,9 +156,9 @@ def _split_state(op_name: str, arguments: Arguments, state: str) -> list[str]:
     if not isinstance(value, (tuple, list)):
         arguments[state] = value
         return [state]
-    if len(value) > _STATE_PARTS:
+    if not 1 <= len(value) <= _STATE_PARTS:
         raise InvalidArgument(
-            f"{op_name}: {state}: got {len(value)} parts, wanted at most {_STATE_PARTS}"
+            f"{op_name}: {state}: got {len(value)} parts, wanted 1 to {_STATE_PARTS}"
         )
     names = part_names(state)[: len(value)]
     arguments.update(zip(names, value, strict=True))
@@ -171,7 +171,8 @@ def _split_limit(op_name: str, arguments: Arguments) -> None:
         return
     try:
         lower, upper = map(float, limit)
-        right = lower <= upper
+        # The members of a set have no order, the digits of a string are no numbers.
+        right = isinstance(limit, (tuple, list)) and lower <= upper
     except (TypeError, ValueError):
         right = False
     if not right:
@@ -184,9 +185,7 @@ def _name_softplus(op_name: str, arguments: Arguments) -> None:
     if "delta_softplus" not in arguments:
         return
     softplus = arguments.pop("delta_softplus")
-    if not isinstance(softplus, bool):
-        raise InvalidArgument(f"{op_name}: delta_softplus: got {softplus!r}, wanted a bool")
-    arguments["dt_softplus"] = softplus
+    arguments["dt_softplus"] = _calls.flag(op_name, "delta_softplus", softplus, default=True)
 
 
 class _Shapes(NamedTuple):
@@ -271,7 +270,7 @@ def prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Argument
     states = [part for state in _STATES[phase] for part in _split_state(name, arguments, state)]
     _split_limit(name, arguments)
     _name_softplus(name, arguments)
-    arguments.pop("output_final_state", None)
+    final = _calls.flag(name, "output_final_state", arguments.pop("output_final_state", None))
     required = tuple(tensor for tensor in row.tensors if tensor not in row.optional)
     fields = {tensor: f"inputs.{role}" for tensor, role in row.tensors.items()}
     fields |= {f"d{tensor}": f"gradients.{role}" for tensor, role in row.tensors.items()}
@@ -279,7 +278,7 @@ def prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Argument
         state: f"{state}[0]"
         for state in ("initial_state", "d_final_state", "dinitial_state", "state")
     }
-    shapes = _Shapes(row, given)
+    shapes = _Shapes(row, given | {"output_final_state": final})
     op = Operator(
         name,
         required + (("d_o",) if phase == "backward" else ()),

@@ -96,7 +96,7 @@ OPERATORS = (
 
 def explain(op: Operator, arguments: Arguments) -> str:
     arguments = dict(arguments)
-    arguments.pop("output_final_state", None)
+    _calls.flag(op.name, "output_final_state", arguments.pop("output_final_state", None))
     return _calls.explain(op, arguments)
 
 
@@ -142,7 +142,10 @@ def causal_conv1d_forward(
         (y, final_state or None). y: x's shape and dtype.
     """
     arguments = dict(locals())
-    unwanted = () if arguments.pop("output_final_state") else ("final_state",)
+    final = _calls.flag(
+        _CONV_FORWARD.name, "output_final_state", arguments.pop("output_final_state")
+    )
+    unwanted = () if final else ("final_state",)
     results = _calls.run(_CONV_FORWARD, arguments, unwanted)
     return results["y"], results.get("final_state")
 

@@ -94,7 +94,7 @@ def attention(
         max_seqlen_q,
         max_seqlen_kv,
         precision,
-        deterministic or torch.are_deterministic_algorithms_enabled(),
+        True if torch.are_deterministic_algorithms_enabled() else deterministic,
         batch_invariant,
         check,
         backend,

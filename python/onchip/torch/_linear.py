@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from onchip import ops
+from onchip import _calls, ops
 from onchip._linear import calls
 from onchip.errors import InvalidArgument
 from onchip.torch._arguments import autocast, integers
@@ -52,10 +52,10 @@ class _Parameters(NamedTuple):
 def _state(op: str, name: str, value: Any, parts: int) -> tuple[Tensor | None, ...]:
     """The parts of a state, None for those that it has not."""
     given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if len(given) > parts:
+    if not 1 <= len(given) <= parts:
         raise InvalidArgument(
             f"{op}: {name}: got {len(given)} parts, wanted "
-            + ("a tensor" if parts == 1 else f"a tuple of at most {parts}")
+            + ("a tensor" if parts == 1 else f"a tuple of 1 to {parts}")
         )
     return given + (None,) * (parts - len(given))
 
@@ -73,9 +73,17 @@ def _lengths(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return given | lengths
 
 
+def _with_final(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A schema takes any number for a flag, and refuses others in its own words."""
+    if "output_final_state" not in given:
+        return given
+    final = _calls.flag(name, "output_final_state", given["output_final_state"])
+    return given | {"output_final_state": final}
+
+
 def _forward(op: LinearOperator, given: dict[str, Any]) -> tuple[Tensor, Any]:
     name = f"{op.name}_forward"
-    given = _lengths(name, _cast(op, given))
+    given = _with_final(name, _lengths(name, _cast(op, given)))
     tensors = (
         *(given[tensor] for tensor in op.row.tensors),
         *_state(name, "initial_state", given["initial_state"], op.parts),
@@ -104,7 +112,7 @@ def _step(op: RegisteredOperator, given: dict[str, Any]) -> Tensor:
 
 def _help(op: HelperOperator, given: dict[str, Any]) -> Any:
     """What onchip.ops' function returns: y, or with a state (y, state or None)."""
-    given = _lengths(f"{op.name}_forward", given)
+    given = _with_final(f"{op.name}_forward", _lengths(f"{op.name}_forward", given))
     own = op.signature
     tensors = [given[tensor] for tensor in op.tensors]
     y, *final = op.run(tensors, [given[x] for x in (*own.options, *own.forward_options)])
