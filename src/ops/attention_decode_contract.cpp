@@ -26,9 +26,10 @@ std::string indexed(std::string_view name, std::int64_t n, std::int64_t e) {
   return std::string(name) + "[" + std::to_string(n) + ", " + std::to_string(e) + "]";
 }
 
-// Whether `part` is the first channels of `whole`, as MLA keeps its values within its keys.
+// Whether `part` is the first channels of `whole`, as MLA keeps its values within its keys. Two
+// tensors without memory may be.
 bool first_channels(const onchip_tensor* part, const onchip_tensor* whole) {
-  if (part == nullptr || whole == nullptr || part->data == nullptr) return false;
+  if (part == nullptr || whole == nullptr) return false;
   if (part->rank != 4 || whole->rank != 4 || part->data != whole->data) return false;
   if (part->dtype != whole->dtype || part->device_type != whole->device_type ||
       part->device_id != whole->device_id || part->shape[3] > whole->shape[3]) {
@@ -48,7 +49,8 @@ struct Tensors {
 Tensors read_tensors(Call& call, const onchip_attention_decode_args& args,
                      AttentionDecodeProblem& p) {
   const bool appends = args.k_new != nullptr;
-  p.v_in_k = first_channels(args.v_cache, args.k_cache);
+  p.v_in_k = first_channels(args.v_cache, args.k_cache) &&
+             (args.v_cache->data != nullptr || args.v_new == nullptr);
   call.fingerprint.add(std::int64_t{p.v_in_k});
   Tensors t;
   t.q = call.input("q", args.q);

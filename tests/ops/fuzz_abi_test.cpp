@@ -23,17 +23,12 @@
 #include "support/attention_call.hpp"
 #include "support/call.hpp"
 #include "support/compare.hpp"
+#include "support/fuzzed.hpp"
 
 namespace onchip::test {
 namespace {
 
-__extension__ using Wide = __int128;
-
 enum class Op { forward, backward, merge };
-
-constexpr std::int64_t kMostBytes = 1 << 18;
-constexpr std::int64_t kMostElements = 1 << 16;
-constexpr std::int64_t kLongestAxis = 1024;
 
 // One tensor argument: the struct that the call sees, and where its address stands.
 struct Slot {
@@ -43,66 +38,6 @@ struct Slot {
   bool output;
   bool read_by_plan;  // lengths and random state: values in host memory
   bool changed = false;
-};
-
-bool well_formed(const onchip_tensor& t) {
-  if (t.rank < 0 || t.rank > ONCHIP_MAX_RANK || !is_known_dtype(t.dtype)) return false;
-  return std::all_of(t.shape, t.shape + t.rank, [](std::int64_t extent) { return extent >= 0; });
-}
-
-bool empty(const onchip_tensor& t) {
-  return std::any_of(t.shape, t.shape + t.rank, [](std::int64_t extent) { return extent == 0; });
-}
-
-struct Reach {
-  Wide first = 0;  // bytes from data
-  Wide end = 0;    // one past the last
-};
-
-Reach reach_of(const onchip_tensor& t) {
-  const Wide size = dtype_size(static_cast<DType>(t.dtype));
-  Reach reach;
-  for (std::int32_t axis = 0; axis < t.rank; ++axis) {
-    const Wide step = Wide{t.strides[axis]} * (t.shape[axis] - 1) * size;
-    (step < 0 ? reach.first : reach.end) += step;
-  }
-  reach.end += size;
-  return reach;
-}
-
-bool share_memory(const onchip_tensor& a, const onchip_tensor& b) {
-  if (empty(a) || empty(b)) return false;
-  const auto address = [](const onchip_tensor& t) {
-    return static_cast<Wide>(reinterpret_cast<std::uintptr_t>(t.data));
-  };
-  const Reach reach_a = reach_of(a);
-  const Reach reach_b = reach_of(b);
-  return address(a) + reach_a.first < address(b) + reach_b.end &&
-         address(b) + reach_b.first < address(a) + reach_a.end;
-}
-
-// A struct in memory of exactly its stated size, with nothing accessible behind it.
-class StructMemory {
- public:
-  template <typename T>
-  StructMemory(const T& value, std::size_t stated_size, bool dirty_tail)
-      : memory_(rounded(readable(sizeof(T), stated_size)), GuardedMemory::Against::end) {
-    std::memset(memory_.data(), 0, memory_.size());
-    std::memcpy(memory_.data(), &value, std::min(sizeof(T), memory_.size()));
-    std::memcpy(memory_.data(), &stated_size, sizeof(stated_size));
-    if (dirty_tail && memory_.size() > sizeof(T)) memory_.data()[memory_.size() - 1] = std::byte{1};
-  }
-  void* data() const { return memory_.data(); }
-  const GuardedMemory& memory() const { return memory_; }
-
- private:
-  static std::size_t readable(std::size_t whole, std::size_t stated) {
-    constexpr std::size_t kLargest = 4096;
-    return stated > kLargest ? whole : std::max(stated, sizeof(std::size_t));
-  }
-  static std::size_t rounded(std::size_t size) { return (size + 7) / 8 * 8; }
-
-  GuardedMemory memory_;
 };
 
 struct Tally {
@@ -212,13 +147,12 @@ class FuzzedCall {
     backward_ = attention_->backward_args();
     options_ = attention_->options;
     has_options_ = true;
-    for (const auto& [name, tensor] : attention_->inputs())
-      buffers_.push_back(tensor->accessible());
+    for (const auto& [name, tensor] : attention_->inputs()) memory_.add(tensor->accessible());
     for (const auto& [name, tensor] : attention_->forward_outputs()) {
-      buffers_.push_back(tensor->accessible());
+      memory_.add(tensor->accessible());
     }
     for (const auto& [name, tensor] : attention_->backward_outputs()) {
-      buffers_.push_back(tensor->accessible());
+      memory_.add(tensor->accessible());
     }
     if (op_ == Op::forward) {
       add("q", forward_.q);
@@ -278,7 +212,7 @@ class FuzzedCall {
     merge_.backend = backend_;
     for (int i = 0; i < 6; ++i) {
       *fields[i] = merge_tensors_[i].abi();
-      buffers_.push_back(merge_tensors_[i].accessible());
+      memory_.add(merge_tensors_[i].accessible());
       add(names[i], *fields[i], i >= 4);
     }
   }
@@ -515,41 +449,14 @@ class FuzzedCall {
 
   // ---- memory ----------------------------------------------------------------------------------
 
-  // Every well-formed tensor leads to memory of its own size: what it had, or a fresh buffer. Those
-  // that nobody could allocate stay without any, and the call is planned only.
   void back_with_memory() {
     for (Slot& slot : slots_) {
-      onchip_tensor& t = slot.tensor;
-      // Also where another extent is 0: loops over the long axis and workspace stay.
-      if (well_formed(t) && std::any_of(t.shape, t.shape + t.rank, [](std::int64_t extent) {
-            return extent > kLongestAxis;
-          })) {
-        unbacked_ = true;
-      }
-      if (!well_formed(t) || empty(t) || t.data == nullptr || t.device_type != ONCHIP_DEVICE_CPU) {
-        continue;
-      }
-      const Reach reach = reach_of(t);
-      const auto address = static_cast<Wide>(reinterpret_cast<std::uintptr_t>(t.data));
-      const bool inside = std::any_of(buffers_.begin(), buffers_.end(), [&](const auto& buffer) {
-        const auto begin = static_cast<Wide>(reinterpret_cast<std::uintptr_t>(buffer.data()));
-        return address + reach.first >= begin &&
-               address + reach.end <= begin + static_cast<Wide>(buffer.size());
-      });
-      Wide count = 1;
-      for (std::int32_t axis = 0; axis < t.rank; ++axis)
-        count *= std::min<Wide>(t.shape[axis], 1 << 20);
-      if (count > kMostElements) unbacked_ = true;
-      if (inside && count <= kMostElements) continue;
-      if (reach.end - reach.first <= kMostBytes && count <= kMostElements) {
-        refill(slot, reach);
-        continue;
-      }
+      if (memory_.back(slot.tensor, random_)) continue;
       unbacked_ = true;
       // What plan reads must be there: that tensor goes.
       if (slot.read_by_plan) {
-        t.shape[0] = 0;
-        t.rank = std::max(t.rank, 1);
+        slot.tensor.shape[0] = 0;
+        slot.tensor.rank = std::max(slot.tensor.rank, 1);
       }
     }
     for (const std::string& name : value_changes_) {
@@ -558,53 +465,11 @@ class FuzzedCall {
             slot.tensor.data != nullptr &&
             (slot.tensor.dtype == ONCHIP_INT32 || slot.tensor.dtype == ONCHIP_INT64) &&
             reinterpret_cast<std::uintptr_t>(slot.tensor.data) % 8 == 0) {
-          change_one_value(slot.tensor);
+          change_one_value(slot.tensor,
+                           random_.chance(0.5) ? random_.integer(0, 12) : any_integer(), random_);
         }
       }
     }
-  }
-
-  void refill(Slot& slot, const Reach& reach) {
-    const auto size = static_cast<std::size_t>(reach.end - reach.first);
-    const auto misalignment =
-        reinterpret_cast<std::uintptr_t>(slot.tensor.data) %
-        static_cast<std::uintptr_t>(dtype_size(static_cast<DType>(slot.tensor.dtype)));
-    fresh_.push_back(std::make_unique<GuardedMemory>(size, GuardedMemory::Against::front,
-                                                     static_cast<std::size_t>(misalignment)));
-    slot.tensor.data = fresh_.back()->data() - static_cast<std::ptrdiff_t>(reach.first);
-    buffers_.push_back(fresh_.back()->accessible());
-    for_each_element(slot.tensor, [&](std::byte* at) {
-      const std::int64_t small = random_.integer(0, 3);
-      const auto narrow = static_cast<std::int32_t>(small);
-      switch (static_cast<DType>(slot.tensor.dtype)) {
-        case DType::i64:
-          std::memcpy(at, &small, sizeof(small));
-          break;
-        case DType::i32:
-          std::memcpy(at, &narrow, sizeof(narrow));
-          break;
-        case DType::boolean:
-        case DType::e4m3:
-          *at = std::byte{static_cast<unsigned char>(small % 2)};
-          break;
-        default:
-          store_from_double(at, static_cast<DType>(slot.tensor.dtype), random_.normal());
-      }
-    });
-  }
-
-  void change_one_value(const onchip_tensor& t) {
-    const std::int64_t value = random_.chance(0.5) ? random_.integer(0, 12) : any_integer();
-    const auto narrow = static_cast<std::int32_t>(value);
-    std::int64_t skip = random_.integer(0, std::max<std::int64_t>(element_count(t) - 1, 0));
-    for_each_element(t, [&](std::byte* at) {
-      if (skip-- != 0) return;
-      if (t.dtype == ONCHIP_INT64) {
-        std::memcpy(at, &value, sizeof(value));
-      } else {
-        std::memcpy(at, &narrow, sizeof(narrow));
-      }
-    });
   }
 
   std::size_t args_sizeof() const {
@@ -644,9 +509,9 @@ class FuzzedCall {
   // ---- nothing else changes --------------------------------------------------------------------
 
   std::vector<std::span<std::byte>> watched() const {
-    std::vector<std::span<std::byte>> all = buffers_;
-    all.push_back(options_memory_->memory().accessible());
-    all.push_back(args_memory_->memory().accessible());
+    std::vector<std::span<std::byte>> all = memory_.buffers();
+    all.push_back(options_memory_->accessible());
+    all.push_back(args_memory_->accessible());
     return all;
   }
 
@@ -786,19 +651,6 @@ class FuzzedCall {
     return judge_refusal(status);
   }
 
-  static std::string judge_refusal(onchip_status status) {
-    const std::string message = onchip_last_error();
-    if (status == ONCHIP_UNSUPPORTED) return message.empty() ? "no message" : "";
-    if (status != ONCHIP_INVALID_ARGUMENT) {
-      return std::string("status ") + onchip_status_name(status) + ": " + message;
-    }
-    if (message.find(": got ") == std::string::npos ||
-        message.find(", wanted ") == std::string::npos) {
-      return "a message without got and wanted: " + message;
-    }
-    return "";
-  }
-
   std::string bad_sizes() const {
     const std::size_t size = args_size_ == kUnset ? args_sizeof() : args_size_;
     const std::size_t options_size =
@@ -925,8 +777,7 @@ class FuzzedCall {
   std::size_t plan_size_ = sizeof(onchip_plan);
   std::vector<Slot> slots_;
   std::vector<std::string> value_changes_;
-  std::vector<std::unique_ptr<GuardedMemory>> fresh_;
-  std::vector<std::span<std::byte>> buffers_;
+  FuzzedMemory memory_;
   std::unique_ptr<StructMemory> args_memory_;
   std::unique_ptr<StructMemory> options_memory_;
   std::vector<std::vector<std::byte>> memory_before_;

@@ -1,6 +1,7 @@
 #include "support/decode_call.hpp"
 
 #include <algorithm>
+#include <map>
 
 namespace onchip::test {
 
@@ -141,6 +142,62 @@ std::vector<std::pair<std::string, HostTensor*>> DecodeCall::tensors() {
                                                           {"lse", &lse}};
   std::erase_if(all, [](const auto& named) { return !named.second->present(); });
   return all;
+}
+
+CachedRows cached_rows(const onchip_attention_decode_args& args) {
+  CachedRows rows;
+  const auto integers = [](const onchip_tensor* t) {
+    return t == nullptr ? std::vector<std::int64_t>() : read_integers(*t);
+  };
+  const std::vector<std::int64_t> lengths = integers(args.cache_seqlens);
+  const std::vector<std::int64_t> slots = integers(args.cache_slot);
+  const std::vector<std::int64_t> table = integers(args.page_table);
+  const std::vector<std::int64_t> positions = integers(args.q_positions);
+  const onchip_tensor* used_q = args.options == nullptr ? nullptr : args.options->seqlens_q;
+  const onchip_tensor* used_kv = args.options == nullptr ? nullptr : args.options->seqlens_kv;
+  if (used_kv == nullptr) used_kv = used_q;
+  const std::int64_t block_rows = args.k_cache->shape[1];
+  const std::int64_t pages = args.page_table == nullptr ? 1 : args.page_table->shape[1];
+  const std::int64_t slot_q = args.q->shape[1];
+  std::map<std::pair<std::int64_t, std::int64_t>, int> touched;
+  for (std::int64_t n = 0; n < args.q->shape[0]; ++n) {
+    const auto at = static_cast<std::size_t>(n);
+    if (args.cache_slot != nullptr && slots[at] == -1) continue;
+    const std::int64_t q_len = used_q == nullptr ? slot_q : integers(used_q)[at];
+    std::int64_t new_len = 0;
+    if (args.k_new != nullptr) {
+      new_len = used_kv == nullptr ? args.k_new->shape[1] : integers(used_kv)[at];
+    }
+    const std::int64_t kv_len = lengths[at] + new_len;
+    if (q_len < 0 || q_len > slot_q || new_len < 0 ||
+        (args.k_new != nullptr && new_len > args.k_new->shape[1])) {
+      rows.illegal = "lengths of new rows";
+    }
+    if (lengths[at] < 0 || kv_len > pages * block_rows) rows.illegal = "cache_seqlens";
+    if (!rows.illegal.empty()) return rows;
+    for (std::int64_t j = 0; j < kv_len; ++j) {
+      std::int64_t block = args.cache_slot == nullptr ? n : slots[at];
+      if (args.page_table != nullptr) {
+        block = table[static_cast<std::size_t>(n * pages + j / block_rows)];
+      }
+      if (block < 0 || block >= args.k_cache->shape[0]) rows.illegal = "block outside the caches";
+      ++touched[{block, j % block_rows}];
+      if (j >= lengths[at]) rows.appended.emplace_back(block, j % block_rows);
+    }
+    if (args.rotary_cos == nullptr) continue;
+    const std::int64_t most = args.rotary_cos->shape[0];
+    if (new_len > 0 && kv_len > most) rows.illegal = "keys beyond the rotary tables";
+    for (std::int64_t i = 0; i < q_len; ++i) {
+      const std::int64_t position = args.q_positions == nullptr
+                                        ? kv_len - q_len + i
+                                        : positions[static_cast<std::size_t>(n * slot_q + i)];
+      if (position < 0 || position >= most) rows.illegal = "query beyond the rotary tables";
+    }
+  }
+  for (const auto& row : rows.appended) {
+    if (touched[row] != 1) rows.illegal = "an appended row that is touched twice";
+  }
+  return rows;
 }
 
 }  // namespace onchip::test

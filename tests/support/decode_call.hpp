@@ -32,4 +32,11 @@ class DecodeCall {
   bool interleaved = false;
 };
 
+// What a call whose shapes fit reads and appends, by its integers alone. Not for packed calls.
+struct CachedRows {
+  std::string illegal;
+  std::vector<std::pair<std::int64_t, std::int64_t>> appended;  // block, row in it
+};
+CachedRows cached_rows(const onchip_attention_decode_args& args);
+
 }  // namespace onchip::test

@@ -1,0 +1,61 @@
+// What the fuzzing of the C ABI shares: structs of the ABI that may hold anything, and memory for
+// them.
+#pragma once
+
+#include <onchip/onchip.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "support/host_tensor.hpp"
+#include "support/random.hpp"
+
+namespace onchip::test {
+
+bool well_formed(const onchip_tensor& t);
+bool empty(const onchip_tensor& t);
+bool share_memory(const onchip_tensor& a, const onchip_tensor& b);
+
+// A struct in memory of exactly its stated size, with nothing accessible behind it.
+class StructMemory {
+ public:
+  template <typename T>
+  StructMemory(const T& value, std::size_t stated_size, bool dirty_tail)
+      : StructMemory(&value, sizeof(T), stated_size, dirty_tail) {}
+
+  void* data() const { return memory_.data(); }
+  std::span<std::byte> accessible() const { return memory_.accessible(); }
+
+ private:
+  StructMemory(const void* value, std::size_t whole, std::size_t stated_size, bool dirty_tail);
+
+  GuardedMemory memory_;
+};
+
+// The memory that a call's tensors may lead to.
+class FuzzedMemory {
+ public:
+  void add(std::span<std::byte> buffer) { buffers_.push_back(buffer); }
+  const std::vector<std::span<std::byte>>& buffers() const { return buffers_; }
+
+  // Leads a well-formed tensor to memory of its own size: what it has, or a fresh buffer with small
+  // integers or random numbers. False where nobody could allocate it, or where loops over its axes
+  // would not end.
+  bool back(onchip_tensor& t, Random& random);
+
+ private:
+  std::vector<std::unique_ptr<GuardedMemory>> fresh_;
+  std::vector<std::span<std::byte>> buffers_;
+};
+
+// Replaces one stored int32 or int64.
+void change_one_value(const onchip_tensor& t, std::int64_t value, Random& random);
+
+// "" or what is wrong with a refusal of this status and with its message.
+std::string judge_refusal(onchip_status status);
+
+}  // namespace onchip::test
