@@ -9,6 +9,7 @@
 #include "cpu/attention_decode_unit.hpp"
 #include "cpu/attention_host.hpp"
 #include "cpu/cpu_features.hpp"
+#include "cpu/isa_table.hpp"
 
 namespace onchip::cpu {
 
@@ -39,24 +40,7 @@ struct DecodeUnit {
              "attention_decode/" #isa,          "attention_decode/" #isa " in float64"}
 
 // Only of an instruction set that is available.
-DecodeUnit decode_unit_of(Isa isa) {
-  switch (isa) {
-#if ONCHIP_CPU_HAS_AVX2
-    case Isa::avx2:
-      return ONCHIP_CPU_DECODE_UNIT(avx2);
-#endif
-#if ONCHIP_CPU_HAS_AVX512
-    case Isa::avx512:
-      return ONCHIP_CPU_DECODE_UNIT(avx512);
-#endif
-#if ONCHIP_CPU_HAS_AVX512_BF16
-    case Isa::avx512_bf16:
-      return ONCHIP_CPU_DECODE_UNIT(avx512_bf16);
-#endif
-    default:
-      return ONCHIP_CPU_DECODE_UNIT(portable);
-  }
-}
+DecodeUnit decode_unit_of(Isa isa) { ONCHIP_CPU_RETURN_TABLE(isa, ONCHIP_CPU_DECODE_UNIT); }
 
 #undef ONCHIP_CPU_DECODE_UNIT
 

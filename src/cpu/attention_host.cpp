@@ -1,4 +1,5 @@
 #include "cpu/attention_host.hpp"
+#include "cpu/isa_table.hpp"
 
 #include <cmath>
 #include <limits>
@@ -54,24 +55,7 @@ std::int64_t clamped_window(std::int64_t window, const SequenceRange& s) {
         "attention_backward/" #isa, "attention_merge/" #isa                               \
   }
 
-Unit unit_of(Isa isa) {
-  switch (isa) {
-#if ONCHIP_CPU_HAS_AVX2
-    case Isa::avx2:
-      return ONCHIP_CPU_UNIT(avx2);
-#endif
-#if ONCHIP_CPU_HAS_AVX512
-    case Isa::avx512:
-      return ONCHIP_CPU_UNIT(avx512);
-#endif
-#if ONCHIP_CPU_HAS_AVX512_BF16
-    case Isa::avx512_bf16:
-      return ONCHIP_CPU_UNIT(avx512_bf16);
-#endif
-    default:
-      return ONCHIP_CPU_UNIT(portable);
-  }
-}
+Unit unit_of(Isa isa) { ONCHIP_CPU_RETURN_TABLE(isa, ONCHIP_CPU_UNIT); }
 
 #undef ONCHIP_CPU_UNIT
 

@@ -1,4 +1,5 @@
 #include "cpu/linear_delta_host.hpp"
+#include "cpu/isa_table.hpp"
 
 #include <cmath>
 
@@ -36,24 +37,7 @@ double load_number(const RowsView& rows, std::int64_t batch, std::int64_t row, s
         "linear_backward/delta_rule/" #isa, "linear_step/delta_rule/" #isa                    \
   }
 
-DeltaUnit delta_unit(Isa isa) {
-  switch (isa) {
-#if ONCHIP_CPU_HAS_AVX2
-    case Isa::avx2:
-      return ONCHIP_CPU_UNIT(avx2);
-#endif
-#if ONCHIP_CPU_HAS_AVX512
-    case Isa::avx512:
-      return ONCHIP_CPU_UNIT(avx512);
-#endif
-#if ONCHIP_CPU_HAS_AVX512_BF16
-    case Isa::avx512_bf16:
-      return ONCHIP_CPU_UNIT(avx512_bf16);
-#endif
-    default:
-      return ONCHIP_CPU_UNIT(portable);
-  }
-}
+DeltaUnit delta_unit(Isa isa) { ONCHIP_CPU_RETURN_TABLE(isa, ONCHIP_CPU_UNIT); }
 
 #undef ONCHIP_CPU_UNIT
 

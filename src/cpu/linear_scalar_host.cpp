@@ -1,4 +1,5 @@
 #include "cpu/linear_scalar_host.hpp"
+#include "cpu/isa_table.hpp"
 
 namespace onchip::cpu {
 
@@ -12,24 +13,7 @@ namespace onchip::cpu {
         "linear_step/scalar_decay/" #isa, "linear_backward/scalar_decay/" #isa           \
   }
 
-ScalarUnit scalar_unit(Isa isa) {
-  switch (isa) {
-#if ONCHIP_CPU_HAS_AVX2
-    case Isa::avx2:
-      return ONCHIP_CPU_UNIT(avx2);
-#endif
-#if ONCHIP_CPU_HAS_AVX512
-    case Isa::avx512:
-      return ONCHIP_CPU_UNIT(avx512);
-#endif
-#if ONCHIP_CPU_HAS_AVX512_BF16
-    case Isa::avx512_bf16:
-      return ONCHIP_CPU_UNIT(avx512_bf16);
-#endif
-    default:
-      return ONCHIP_CPU_UNIT(portable);
-  }
-}
+ScalarUnit scalar_unit(Isa isa) { ONCHIP_CPU_RETURN_TABLE(isa, ONCHIP_CPU_UNIT); }
 
 #undef ONCHIP_CPU_UNIT
 

@@ -10,6 +10,7 @@
 
 #include "core/thread_pool.hpp"
 #include "cpu/cpu_features.hpp"
+#include "cpu/isa_table.hpp"
 #include "cpu/norm_unit.hpp"
 
 namespace onchip::cpu {
@@ -48,24 +49,7 @@ struct Unit {
   }
 
 // Only of an instruction set that is available.
-Unit unit_of(Isa isa) {
-  switch (isa) {
-#if ONCHIP_CPU_HAS_AVX2
-    case Isa::avx2:
-      return ONCHIP_CPU_UNIT(avx2);
-#endif
-#if ONCHIP_CPU_HAS_AVX512
-    case Isa::avx512:
-      return ONCHIP_CPU_UNIT(avx512);
-#endif
-#if ONCHIP_CPU_HAS_AVX512_BF16
-    case Isa::avx512_bf16:
-      return ONCHIP_CPU_UNIT(avx512_bf16);
-#endif
-    default:
-      return ONCHIP_CPU_UNIT(portable);
-  }
-}
+Unit unit_of(Isa isa) { ONCHIP_CPU_RETURN_TABLE(isa, ONCHIP_CPU_UNIT); }
 
 #undef ONCHIP_CPU_UNIT
 
