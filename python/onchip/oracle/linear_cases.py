@@ -268,6 +268,9 @@ class _Drawn:
         self.dk, self.dv = choose.integer(1, 40), choose.integer(1, 40)
         self.slots = choose.integer(1, 20)
         self.options, self.parts, self.positive = _own_options(op, choose)
+        if self.positive:
+            # Of one channel, keys drop out of the quotient: their gradients are rounding alone.
+            self.dk, self.dv = max(self.dk, 4), max(self.dv, 4)
         if choose.chance(25):
             self.options["scale"] = choose.pick([1.0, 0.1])
         self.layout = choose.pick(["kv", "vk"])
@@ -371,7 +374,9 @@ def linear_case(
 
     each = options.get("num_householder", 1)
     tensors = drawn.tensors(rows, (*rows[:-1], rows[-1] * each))
-    initial = drawn.state(num_seqs, drawn.parts, wide) if choose.chance(50) else None
+    # The quotient of a first token's sums without a state depends on neither query nor key.
+    carried = choose.chance(50) or drawn.positive
+    initial = drawn.state(num_seqs, drawn.parts, wide) if carried else None
     d_final = None
     if choose.chance(50):
         # A stabiliser has no gradient.
