@@ -121,7 +121,9 @@ void mutate(DrawnCall::Argument& argument, std::byte* other, Random& random) {
         {-2, -1, 0, 1, 7, 100, INT32_MAX, INT32_MIN, std::int64_t{1} << 40, INT64_MAX, INT64_MIN});
   };
   onchip_tensor& t = argument.tensor;
-  const auto axis = [&] { return random.integer(0, std::max<std::int64_t>(t.rank, 1) - 1); };
+  const auto axis = [&] {
+    return random.integer(0, std::clamp<std::int64_t>(t.rank, 1, ONCHIP_MAX_RANK) - 1);
+  };
   // A plan looks at the values of integers: those stay where they are.
   const bool read_by_plan = argument.memory.dtype() == DType::i32;
   switch (read_by_plan ? random.one_of<std::int64_t>({2, 5}) : random.integer(0, 6)) {
