@@ -74,6 +74,7 @@ void set_field(const char* op, const Field& field, void* base, nb::object& held,
   static constexpr std::array<std::string_view, 2> kAlignments = {"bottom_right", "top_left"};
   static constexpr std::array<std::string_view, 1> kPrecisions = {"tf32"};
   static constexpr std::array<std::string_view, 2> kStateLayouts = {"kv", "vk"};
+  static constexpr std::array<std::string_view, 1> kConvActivations = {"silu"};
   static constexpr std::array<std::string_view, 2> kActivations = {"silu", "sigmoid"};
   static constexpr std::array<std::string_view, 2> kInputGates = {"exp", "sigmoid"};
   const Place place{op, field.name};
@@ -103,6 +104,9 @@ void set_field(const char* op, const Field& field, void* base, nb::object& held,
       return put(choice_of(place, value, kStateLayouts, ONCHIP_STATE_KV, "\"kv\" or \"vk\""));
     case Kind::kInputGate:
       return put(choice_of(place, value, kInputGates, ONCHIP_GATE_EXP, "\"exp\" or \"sigmoid\""));
+    case Kind::kConvActivation:
+      return put(
+          choice_of(place, value, kConvActivations, ONCHIP_ACTIVATION_SILU, "None or \"silu\""));
     case Kind::kActivation:
       return put(choice_of(place, value, kActivations, ONCHIP_ACTIVATION_SILU,
                            "None, \"silu\" or \"sigmoid\""));

@@ -162,7 +162,7 @@ std::array linear_step_fields = {
 };
 
 std::array conv_options_fields = {
-    ONCHIP_FIELD(onchip_conv_options, activation, kActivation),
+    ONCHIP_FIELD(onchip_conv_options, activation, kConvActivation),
     ONCHIP_FIELD(onchip_conv_options, backend, kName),
     ONCHIP_FIELD(onchip_conv_options, cu_seqlens, kTensor),
     ONCHIP_FIELD(onchip_conv_options, seqlens, kTensor),

@@ -21,6 +21,7 @@ enum class Kind : std::uint8_t {
   kPrecision,
   kStateLayout,
   kInputGate,
+  kConvActivation,
   kActivation,
   kName
 };

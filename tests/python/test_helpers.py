@@ -358,6 +358,12 @@ def test_refused(name, argument, call):
     assert "wanted" in str(refusal.value)
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_convolution_names_the_activations_it_has(activation):
+    with pytest.raises(onchip.InvalidArgument, match='wanted None or "silu"'):
+        ops.causal_conv1d_forward(X, W, activation=activation)
+
+
 def test_explain():
     text = onchip.explain("causal_conv1d_forward", X, W, output_final_state=True)
     assert text.startswith("causal_conv1d_forward: cpu\n")
