@@ -47,6 +47,18 @@ _KINDS = {
     "backend": "str?",
 }
 LENGTHS = ("cu_seqlens", "seqlens")
+# What else onchip.ops' functions take beside their tensors.
+_NO_OPTIONS = frozenset(
+    {
+        *LENGTHS,
+        "d_o",
+        "d_final_state",
+        "initial_state",
+        "output_final_state",
+        "state",
+        "state_indices",
+    }
+)
 
 Arguments = dict[str, Any]
 
@@ -82,6 +94,9 @@ class Signature(NamedTuple):
 def options_of(function: Callable[..., Any], tensors: Sequence[str]) -> tuple[str, ...]:
     """Those of one of onchip.ops' functions."""
     parameters = inspect.signature(function).parameters
+    unknown = parameters.keys() - _KINDS.keys() - _NO_OPTIONS - set(tensors)
+    if unknown:
+        raise TypeError(f"{function.__name__}: of no kind for a schema: {sorted(unknown)}")
     return tuple(name for name in _KINDS if name in parameters and name not in tensors)
 
 
