@@ -488,48 +488,23 @@ class FuzzedDecode {
   // One way of misusing run, or none: refused, and nothing written.
   std::string refused_run(const onchip_plan& planned, const GuardedMemory& workspace,
                           const Bytes& before, Tally& tally) {
-    onchip_plan broken = planned;
-    const onchip_plan* given_plan = &broken;
-    const Args* given = args();
-    void* memory = workspace.data();
-    void* stream = nullptr;
-    int dummy = 0;
+    RunArguments misused{planned, nullptr, args(), workspace.data(), nullptr};
+    misused.given_plan = &misused.plan;
     // May be a shorter struct where the call does not have it.
     auto* options = has_options_ ? static_cast<Options*>(options_memory_->data()) : nullptr;
     const double planned_scale = has_options_ ? options->scale : 0.0;
-    switch (random_.integer(0, 9)) {
-      case 0:
-        if (planned.workspace_bytes == 0) return "";
-        memory = nullptr;
-        break;
-      case 1:
-        if (planned.workspace_bytes == 0 || planned.workspace_alignment == 1) return "";
-        memory = workspace.data() + planned.workspace_alignment / 2;
-        break;
-      case 2:
-        stream = &dummy;
-        break;
-      case 3:
-        broken.opaque[random_.integer(0, 23)] ^= std::uint64_t{1} << random_.integer(0, 63);
-        break;
-      case 4:
-        broken.struct_size = random_.one_of<std::size_t>({0, 8, sizeof(broken) + 8, SIZE_MAX});
-        break;
-      case 5:
-        given = nullptr;
-        break;
-      case 6:
-        given_plan = nullptr;
-        break;
-      case 7:
-        // Another scale than the planned one.
-        if (!has_options_) return "";
-        options->scale = planned_scale == 0.3125 ? 0.4375 : 0.3125;
-        break;
-      default:
-        return "";
+    // One way more is another scale than the planned one; the last two are none.
+    const std::int64_t way = random_.integer(0, kWaysToMisuseRun + 2);
+    if (way < kWaysToMisuseRun) {
+      if (!misuse_run(way, misused, random_)) return "";
+    } else if (way == kWaysToMisuseRun && has_options_) {
+      options->scale = planned_scale == 0.3125 ? 0.4375 : 0.3125;
+    } else {
+      return "";
     }
-    const onchip_status status = onchip_attention_decode_run(given_plan, given, memory, stream);
+    const onchip_status status =
+        onchip_attention_decode_run(misused.given_plan, static_cast<const Args*>(misused.given),
+                                    misused.workspace, misused.stream);
     if (has_options_) options->scale = planned_scale;
     ++tally.refused_runs;
     if (status != ONCHIP_INVALID_ARGUMENT) return "a misused run was not refused";

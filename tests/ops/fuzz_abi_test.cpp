@@ -596,58 +596,28 @@ class FuzzedCall {
   // One way of misusing run, or none: refused, and nothing written.
   std::string refused_run(const onchip_plan& planned, const GuardedMemory& workspace,
                           Tally& tally) {
-    onchip_plan broken = planned;
-    void* memory = workspace.data();
-    void* stream = nullptr;
-    Op op = op_;
-    const void* given = args();
-    const onchip_plan* given_plan = &broken;
-    int dummy = 0;
-    switch (random_.integer(0, 9)) {
-      case 0:
-        if (planned.workspace_bytes == 0) return "";
-        memory = nullptr;
-        break;
-      case 1:
-        if (planned.workspace_bytes == 0 || planned.workspace_alignment == 1) return "";
-        memory = workspace.data() + planned.workspace_alignment / 2;
-        break;
-      case 2:
-        stream = &dummy;
-        break;
-      case 3:
-        broken.opaque[random_.integer(0, 23)] ^= std::uint64_t{1} << random_.integer(0, 63);
-        break;
-      case 4:
-        broken.struct_size = random_.one_of<std::size_t>({0, 8, sizeof(broken) + 8, SIZE_MAX});
-        break;
-      case 5:
-        given = nullptr;
-        break;
-      case 6:
-        given_plan = nullptr;
-        break;
-      case 7: {
-        if (op_ == Op::merge || !has_options_) return "";
-        // Another scale than the planned one.
-        auto* options = static_cast<onchip_attention_options*>(options_memory_->data());
-        const double planned_scale = options->scale;
-        options->scale = planned_scale == 0.3125 ? 0.4375 : 0.3125;
-        remember();
-        const onchip_status status = run(planned, memory, nullptr);
-        const std::string wrong = changed({});
-        options->scale = planned_scale;
-        if (status != ONCHIP_INVALID_ARGUMENT) return "ran with another scale than planned";
-        return wrong.empty() ? "" : "a refused run changed " + wrong;
-      }
-      default:
-        return "";
+    RunArguments misused{planned, nullptr, args(), workspace.data(), nullptr};
+    misused.given_plan = &misused.plan;
+    // One way more is another scale than the planned one; the last two are none.
+    const std::int64_t way = random_.integer(0, kWaysToMisuseRun + 2);
+    onchip_attention_options* options = nullptr;
+    double planned_scale = 0.0;
+    if (way < kWaysToMisuseRun) {
+      if (!misuse_run(way, misused, random_)) return "";
+    } else if (way == kWaysToMisuseRun && op_ != Op::merge && has_options_) {
+      options = static_cast<onchip_attention_options*>(options_memory_->data());
+      planned_scale = options->scale;
+      options->scale = planned_scale == 0.3125 ? 0.4375 : 0.3125;
+    } else {
+      return "";
     }
     remember();
-    const onchip_status status = run_as(op, given_plan, given, memory, stream);
+    const onchip_status status =
+        run_as(op_, misused.given_plan, misused.given, misused.workspace, misused.stream);
     ++tally.refused_runs;
     if (status != ONCHIP_INVALID_ARGUMENT) return "a misused run was not refused";
     if (std::string wrong = changed({}); !wrong.empty()) return "a refused run changed " + wrong;
+    if (options != nullptr) options->scale = planned_scale;
     return judge_refusal(status);
   }
 

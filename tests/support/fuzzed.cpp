@@ -134,6 +134,35 @@ void change_one_value(const onchip_tensor& t, std::int64_t value, Random& random
   });
 }
 
+bool misuse_run(std::int64_t way, RunArguments& run, Random& random) {
+  onchip_plan& plan = run.plan;
+  switch (way) {
+    case 0:
+      if (plan.workspace_bytes == 0) return false;
+      run.workspace = nullptr;
+      return true;
+    case 1:
+      if (plan.workspace_bytes == 0 || plan.workspace_alignment == 1) return false;
+      run.workspace = static_cast<std::byte*>(run.workspace) + plan.workspace_alignment / 2;
+      return true;
+    case 2:
+      run.stream = &plan;  // any address: the CPU has no streams
+      return true;
+    case 3:
+      plan.opaque[random.integer(0, 23)] ^= std::uint64_t{1} << random.integer(0, 63);
+      return true;
+    case 4:
+      plan.struct_size = random.one_of<std::size_t>({0, 8, sizeof(plan) + 8, SIZE_MAX});
+      return true;
+    case 5:
+      run.given = nullptr;
+      return true;
+    default:
+      run.given_plan = nullptr;
+      return true;
+  }
+}
+
 std::string judge_refusal(onchip_status status) {
   const std::string message = onchip_last_error();
   if (status == ONCHIP_UNSUPPORTED) return message.empty() ? "no message" : "";

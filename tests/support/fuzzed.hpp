@@ -55,6 +55,20 @@ class FuzzedMemory {
 // Replaces one stored int32 or int64.
 void change_one_value(const onchip_tensor& t, std::int64_t value, Random& random);
 
+// What a run is given.
+struct RunArguments {
+  onchip_plan plan;  // a copy of the call's
+  const onchip_plan* given_plan;
+  const void* given;
+  void* workspace;
+  void* stream;
+};
+
+// Spoils one of them, in one of the ways 0..kWaysToMisuseRun - 1. False: this plan has nothing to
+// spoil there.
+inline constexpr std::int64_t kWaysToMisuseRun = 7;
+bool misuse_run(std::int64_t way, RunArguments& run, Random& random);
+
 // "" or what is wrong with a refusal of this status and with its message.
 std::string judge_refusal(onchip_status status);
 
