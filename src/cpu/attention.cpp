@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/attention_host.hpp"
 

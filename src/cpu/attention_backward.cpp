@@ -11,9 +11,11 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <string>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/attention.hpp"
 #include "cpu/attention_host.hpp"
@@ -97,16 +99,13 @@ BackwardShape backward_shape(const AttentionBackwardProblem& problem) {
   struct Tiles {
     std::int64_t row_bytes, tile_rows, chunk_keys;
   };
-  constexpr Tiles kTiles[] = {{512, 96, 384}, {1024, 96, 288}, {2048, 96, 96},
-                              {3072, 64, 96}, {4096, 64, 48},  {8192, 32, 48}};
-  shape.tile_rows = 32;
-  shape.chunk_keys = 16;
-  for (const Tiles& tiles : kTiles) {
-    if (row_bytes > tiles.row_bytes) continue;
-    shape.tile_rows = tiles.tile_rows;
-    shape.chunk_keys = tiles.chunk_keys;
-    break;
-  }
+  constexpr Tiles kTiles[] = {
+      {512, 96, 384}, {1024, 96, 288}, {2048, 96, 96}, {3072, 64, 96}, {4096, 64, 48}};
+  static_assert(std::end(kTiles)[-1].row_bytes == 2 * kMaxHeadDim * std::int64_t{sizeof(double)});
+  const Tiles* tiles = kTiles;
+  while (tiles->row_bytes < row_bytes) ++tiles;
+  shape.tile_rows = tiles->tile_rows;
+  shape.chunk_keys = tiles->chunk_keys;
   shape.adjusts_scores = options.bias.wanted || options.mask.wanted ||
                          options.alibi_slopes.wanted || options.q_segment_ids.wanted;
   shape.dropout = options.dropout_p > 0.0;

@@ -5,6 +5,7 @@
 #include <limits>
 #include <optional>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/attention_decode_unit.hpp"
 #include "cpu/attention_host.hpp"

@@ -51,8 +51,6 @@ std::string_view unsupported(const Problem& problem) {
 // Why attention, forward or backward, cannot be computed here; nothing if it can.
 std::optional<Reject> attention_refusal(const AttentionProblem& problem, const Settings& settings);
 
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 inline std::size_t rounded_up(std::size_t bytes) {
   return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
 }

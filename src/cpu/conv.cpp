@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/conv_unit.hpp"
 #include "cpu/cpu_features.hpp"
@@ -61,8 +62,6 @@ struct Unit {
 Unit unit_of(Isa isa) { ONCHIP_CPU_RETURN_TABLE(isa, ONCHIP_CPU_UNIT); }
 
 #undef ONCHIP_CPU_UNIT
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 std::int64_t blocks_of(const ConvProblem& problem) {
   return ceil_div(problem.channels, kConvChannels);

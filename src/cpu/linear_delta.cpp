@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/linear_delta_host.hpp"
 #include "cpu/linear_delta_windows.hpp"
@@ -62,7 +63,7 @@ DeltaCut columns_alone(const LinearProblem& problem) {
   const std::int64_t heads = std::max<std::int64_t>(heads_of(problem), 1);
   const std::int64_t threads = std::max(num_threads(), 1);
   const std::int64_t most = std::max<std::int64_t>(problem.head_dim_v / kSliceColumns, 1);
-  return {0, heads >= threads ? 1 : std::min(linear_ceil_div(threads, heads), most)};
+  return {0, heads >= threads ? 1 : std::min(ceil_div(threads, heads), most)};
 }
 
 // Columns begin .. of rows, states and outputs, as if there were no others.

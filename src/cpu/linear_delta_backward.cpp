@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/linear_delta_gradients.hpp"
 #include "cpu/linear_engines.hpp"
@@ -30,7 +31,7 @@ struct WorkerLayout {
     const std::int64_t rows = problem.slot * problem.rows_per_token;
     kept = kept_delta_states(problem);
     // A chunk may be a single row, where every row resets.
-    between = linear_ceil_div(std::max<std::int64_t>(rows, 1), kept);
+    between = ceil_div(std::max<std::int64_t>(rows, 1), kept);
     state = linear_rounded_up(unit.state_bytes(shape));
     sum_row = unit.sum_row_bytes(shape);
     take(record, std::max(unit.backward_record_bytes(shape), unit.forward_scratch_bytes(shape)));
@@ -97,7 +98,7 @@ class DeltaBackwardHead {
     for (std::int64_t first = 0; first < rows_.rows(); first += rows_.chunk_rows(first)) {
       starts_[chunks_++] = first;
     }
-    every_ = std::max<std::int64_t>(linear_ceil_div(chunks_, layout_.kept), 1);
+    every_ = std::max<std::int64_t>(ceil_div(chunks_, layout_.kept), 1);
   }
 
   // Adds to `totals`, of DeltaConstants.
@@ -113,7 +114,7 @@ class DeltaBackwardHead {
 
  private:
   void walk_forward() {
-    std::byte* state = kept((chunks_ + every_ - 1) / every_);  // becomes the last one
+    std::byte* state = kept(ceil_div(chunks_, every_));  // becomes the last one
     const StateContent content =
         unit_.load_state(shape_, unit_state(problem_.initial_state[0], n_, head_), state);
     empty_ = content.empty;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/ceil_div.hpp"
 #include "cpu/linear_delta_gradients.hpp"
 
 namespace onchip::cpu {
@@ -28,9 +29,9 @@ class DeltaBackwardWindows {
         sums_bytes_(delta_sums_bytes(problem, unit)) {
     // A chunk may be a single row.
     const std::int64_t rows = problem.slot * problem.rows_per_token;
-    const std::int64_t windows = std::max<std::int64_t>(linear_ceil_div(rows, cut.window), 1);
+    const std::int64_t windows = std::max<std::int64_t>(ceil_div(rows, cut.window), 1);
     kept_ = std::min(kept_delta_states(problem), windows);
-    between_ = linear_ceil_div(windows, kept_);
+    between_ = ceil_div(windows, kept_);
     notes_bytes_ = linear_rounded_up(static_cast<std::size_t>(windows + 1) * sizeof(bool));
     const std::int64_t heads = heads_.heads();
     bytes_ = heads_.bytes();
@@ -106,7 +107,7 @@ class DeltaBackwardWindows {
       unit_.load_state(shape_, unit_state(problem_.d_final_state[0], n, head), d_state(p, 0));
     });
     const std::int64_t windows = heads_.windows();
-    every_ = std::max<std::int64_t>(linear_ceil_div(windows, kept_), 1);
+    every_ = std::max<std::int64_t>(ceil_div(windows, kept_), 1);
     // Every window's states are known when it is run itself: the walk ends before the last one.
     walk(0, windows, [&](std::int64_t p, std::int64_t w) {
       if (w % every_ == 0) std::memcpy(kept(p, w / every_), heads_.state(p, 0), state_bytes_);

@@ -1,4 +1,5 @@
 #include "cpu/linear_delta_gradients.hpp"
+#include "core/ceil_div.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -84,7 +85,7 @@ std::int64_t kept_delta_states(const LinearBackwardProblem& problem) {
   const std::int64_t rows = problem.slot * problem.rows_per_token;
   const auto root = static_cast<std::int64_t>(std::sqrt(static_cast<double>(rows)));
   const std::int64_t kept =
-      problem.chunk_len > 0 ? linear_ceil_div(rows, problem.chunk_len) : std::max(kMinKept, root);
+      problem.chunk_len > 0 ? ceil_div(rows, problem.chunk_len) : std::max(kMinKept, root);
   return std::clamp<std::int64_t>(kept, 1, std::max<std::int64_t>(rows, 1));
 }
 

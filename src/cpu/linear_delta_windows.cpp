@@ -1,4 +1,5 @@
 #include "cpu/linear_delta_windows.hpp"
+#include "core/ceil_div.hpp"
 
 namespace onchip::cpu {
 
@@ -14,7 +15,7 @@ constexpr std::int64_t kFullSlice = 32;
 
 // Whether more than a fifth of the threads' time is idle where all tasks are alike.
 bool leaves_idle(std::int64_t tasks, std::int64_t threads) {
-  return 5 * (linear_ceil_div(tasks, threads) * threads - tasks) > tasks;
+  return 5 * (ceil_div(tasks, threads) * threads - tasks) > tasks;
 }
 
 }  // namespace
@@ -22,14 +23,13 @@ bool leaves_idle(std::int64_t tasks, std::int64_t threads) {
 DeltaCut delta_cut(const LinearProblem& problem, std::int64_t heads) {
   const std::int64_t threads = std::max(num_threads(), 1);
   const std::int64_t rows = problem.slot * problem.rows_per_token;
-  const std::int64_t chunks = linear_ceil_div(rows, longest_delta_chunk(problem));
+  const std::int64_t chunks = ceil_div(rows, longest_delta_chunk(problem));
   if (heads == 0 || chunks < kMinChunks || !leaves_idle(heads, threads)) return {};
   const std::int64_t most = std::max<std::int64_t>(problem.head_dim_v / kFullSlice, 1);
-  std::int64_t slices = linear_ceil_div(threads, heads);
+  std::int64_t slices = ceil_div(threads, heads);
   while (slices < most && leaves_idle(heads * slices, threads)) ++slices;
-  const std::int64_t units =
-      std::max<std::int64_t>(linear_ceil_div(problem.head_dim_v, kSliceUnit), 1);
-  return {std::clamp(linear_ceil_div(4 * threads, heads), kMinWindow, kMaxDeltaWindow),
+  const std::int64_t units = std::max<std::int64_t>(ceil_div(problem.head_dim_v, kSliceUnit), 1);
+  return {std::clamp(ceil_div(4 * threads, heads), kMinWindow, kMaxDeltaWindow),
           std::min(slices, units)};
 }
 
@@ -81,7 +81,7 @@ std::int64_t DeltaWindows::windows() const {
 
 DeltaColumns DeltaWindows::columns(std::int64_t slice) const {
   const std::int64_t dv = problem_.head_dim_v;
-  const std::int64_t units = linear_ceil_div(dv, kSliceUnit);
+  const std::int64_t units = ceil_div(dv, kSliceUnit);
   return {std::min(units * slice / cut_.slices * kSliceUnit, dv),
           std::min(units * (slice + 1) / cut_.slices * kSliceUnit, dv)};
 }

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_team.hpp"
 #include "cpu/linear_delta_host.hpp"
 
@@ -43,9 +44,7 @@ class DeltaWindows {
 
   // Windows of the longest head.
   std::int64_t windows() const;
-  std::int64_t windows(std::int64_t p) const {
-    return linear_ceil_div(note(p).chunks, cut_.window);
-  }
+  std::int64_t windows(std::int64_t p) const { return ceil_div(note(p).chunks, cut_.window); }
   std::int64_t count(std::int64_t p, std::int64_t w) const {
     return std::clamp<std::int64_t>(note(p).chunks - w * cut_.window, 0, cut_.window);
   }

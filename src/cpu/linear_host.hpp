@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/backend.hpp"
+#include "core/ceil_div.hpp"
 #include "core/linear.hpp"
 #include "core/settings.hpp"
 #include "cpu/cpu_features.hpp"
@@ -15,13 +16,11 @@
 
 namespace onchip::cpu {
 
-inline std::int64_t linear_ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 inline std::size_t linear_rounded_up(std::size_t bytes) {
   return (bytes + kLinearAlignment - 1) / kLinearAlignment * kLinearAlignment;
 }
 
-inline std::int64_t chunks_of(std::int64_t tokens) { return linear_ceil_div(tokens, kChunkRows); }
+inline std::int64_t chunks_of(std::int64_t tokens) { return ceil_div(tokens, kChunkRows); }
 
 // "" or why the CPU cannot take the call; settings that are at fault give `by_setting`.
 struct LinearRefusal {

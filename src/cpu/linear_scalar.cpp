@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "core/thread_team.hpp"
 #include "cpu/linear_engines.hpp"
@@ -63,7 +64,7 @@ std::int64_t window_of(const LinearForwardProblem& problem) {
   const std::int64_t threads = std::max(num_threads(), 1);
   const std::int64_t chunks = chunks_of(problem.slot);
   if (threads == 1 || pairs == 0 || pairs >= 2 * threads || chunks < kMinWindow) return 0;
-  return std::clamp(linear_ceil_div(4 * threads, pairs), kMinWindow, std::min(kMaxWindow, chunks));
+  return std::clamp(ceil_div(4 * threads, pairs), kMinWindow, std::min(kMaxWindow, chunks));
 }
 
 // One (sequence, value head) after the other.

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_team.hpp"
 #include "cpu/linear_engines.hpp"
 #include "cpu/linear_scalar_host.hpp"
@@ -47,7 +48,7 @@ struct Layout {
         workers(num_workers),
         group(problem.num_heads_k == 0 ? 0 : problem.num_heads_v / problem.num_heads_k),
         pairs(batch * group),
-        windows(linear_ceil_div(chunks_of(problem.slot), window)),
+        windows(ceil_div(chunks_of(problem.slot), window)),
         width(ConstantSums(problem).width),
         state_bytes(linear_rounded_up(unit.state_bytes(linear_shape(problem)))),
         read_bytes(linear_rounded_up(unit.read_bytes(linear_shape(problem)))),
@@ -225,7 +226,7 @@ class Backward {
     std::int64_t windows = 0;
     for (std::int64_t u = 0; u < count_; ++u) {
       const std::int64_t chunks = chunks_of(problem_.tokens(key_at(u).n).length);
-      windows = std::max(windows, linear_ceil_div(chunks, at_.window));
+      windows = std::max(windows, ceil_div(chunks, at_.window));
     }
     each_pair([&](std::int64_t p) { load_pair(p); });
     for (std::int64_t w = 0; w + 1 < windows; ++w) {
@@ -425,8 +426,8 @@ PlanResult plan_scalar_backward(const LinearBackwardProblem& problem, const Sett
   const std::int64_t window = window_of(problem);
   const auto workers = static_cast<std::int32_t>(
       std::clamp<std::int64_t>(keys * window, 1, std::max(num_threads(), 1)));
-  const std::int64_t batch = std::clamp<std::int64_t>(linear_ceil_div(2 * workers, window), 1,
-                                                      std::max<std::int64_t>(keys, 1));
+  const std::int64_t batch =
+      std::clamp<std::int64_t>(ceil_div(2 * workers, window), 1, std::max<std::int64_t>(keys, 1));
   const std::size_t state = unit.state_bytes(linear_shape(problem));
   const double windows = static_cast<double>(chunks_of(problem.slot)) / static_cast<double>(window);
   const double states = 2.0 * static_cast<double>(window + 1) + windows + 1.0;

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/cpu_features.hpp"
 #include "cpu/isa_table.hpp"
@@ -52,8 +53,6 @@ struct Unit {
 Unit unit_of(Isa isa) { ONCHIP_CPU_RETURN_TABLE(isa, ONCHIP_CPU_UNIT); }
 
 #undef ONCHIP_CPU_UNIT
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // No rows: any positive number.
 std::int64_t block_rows(const NormProblem& problem) {
