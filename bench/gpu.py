@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ _FLUSH_BYTES = 256 << 20
 # Device clocks before the first event: the launch is queued by then, however slow the host is.
 _SPIN_CLOCKS = 1_000_000
 _SAMPLED_ROWS = 64
-_HOST_BATCHES = 31
-_HOST_CALLS = 200
+_HOST_BATCHES = 101
+_HOST_CALLS = 100
 _FIRST_CALLS = 5
 
 
@@ -84,15 +85,12 @@ def _onchip(case: AttentionCase, q: Any, k: Any, v: Any) -> tuple[str, str, Call
 
 def _sdpa(name: str) -> Callable[..., tuple[str, str, Callable[[], Any]]]:
     def prepare(case: AttentionCase, q: Any, k: Any, v: Any) -> tuple[str, str, Callable[[], Any]]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        backend = getattr(SDPBackend, name)
 
         def call() -> Any:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
+            return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
 
         return "torch", f"scaled_dot_product_attention, {name}", call
 
@@ -127,13 +125,25 @@ def _plain(case: AttentionCase, q: Any, k: Any, v: Any) -> tuple[str, str, Calla
     return "torch", "plain formula", call
 
 
+_SDPA_BACKENDS = {"torch:cudnn": "CUDNN_ATTENTION", "torch:flash": "FLASH_ATTENTION"}
 IMPLEMENTATIONS = {
     f"onchip:{_BACKEND}": _onchip,
-    "torch:cudnn": _sdpa("CUDNN_ATTENTION"),
-    "torch:flash": _sdpa("FLASH_ATTENTION"),
+    **{impl: _sdpa(name) for impl, name in _SDPA_BACKENDS.items()},
 }
 PEERS = {"flash-attn-4": _flash_attention_4}
 FORMULA = {"torch:plain": _plain}
+
+
+def _selected(impl: str) -> AbstractContextManager[Any]:
+    """What an implementation's calls are made under. Not part of them: it takes PyTorch as much of
+    the host's time as a call."""
+    if impl not in _SDPA_BACKENDS:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    selected: AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, _SDPA_BACKENDS[impl]))
+    return selected
+
 
 # ---- measurements
 
@@ -232,10 +242,11 @@ def _prepare_jobs(rows: list[Row], skipped: list[Result]) -> Iterator[Job]:
         for impl, prepare in implementations.items():
             try:
                 job = Job(case, impl, *prepare(case, q, k, v))
-                o = job.call()  # compiles, autotunes
-                job.error = _error_against_fp64(case, q, k, v, o)
-                del o
-                job.peak_bytes = _peak_bytes(job.call)
+                with _selected(impl):
+                    o = job.call()  # compiles, autotunes
+                    job.error = _error_against_fp64(case, q, k, v, o)
+                    del o
+                    job.peak_bytes = _peak_bytes(job.call)
             except Exception as error:
                 # A peer that does not run here must not take the others' figures with it.
                 if impl.startswith("onchip"):
@@ -261,12 +272,13 @@ def measure_time(rows: list[Row], rounds: int) -> Result:
         for _ in range(rounds):
             order.shuffle(jobs)
             for job in jobs:
-                flush.zero_()
-                torch.cuda._sleep(_SPIN_CLOCKS)
-                begin.record()
-                job.call()
-                end.record()
-                torch.cuda.synchronize()
+                with _selected(job.impl):
+                    flush.zero_()
+                    torch.cuda._sleep(_SPIN_CLOCKS)
+                    begin.record()
+                    job.call()
+                    end.record()
+                    torch.cuda.synchronize()
                 job.samples_ms = [*(job.samples_ms or []), begin.elapsed_time(end)]
     results = [_result(job) for job in prepared]
     return {"results": results, "skipped": skipped, "ceilings": reached}
@@ -313,22 +325,25 @@ def measure_host(program: Path) -> Result:
     results.append(_host_result("c++", impl, answer["kernel"], answer["plan_and_run_us"]))
     run_alone = _host_result("c++", f"{impl}, planned once", answer["kernel"], answer["run_us"])
     results.append(run_alone)
+    # Interleaved, in short batches: the machine's other work slows down whoever has the turn.
+    jobs = []
     for layer, with_grad in (("torch", False), ("torch_with_grad", True)):
         q, k, v = (
             torch.randn(case.shape, device="cuda", dtype=torch.bfloat16, requires_grad=with_grad)
             for _ in range(3)
         )
-        with torch.set_grad_enabled(with_grad):
-            for name, prepare in IMPLEMENTATIONS.items():
-                _, kernel, call = prepare(case, q, k, v)
-                samples = []
-                for _ in range(_HOST_BATCHES + 1):
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    for _ in range(_HOST_CALLS):
-                        call()
-                    samples.append(1e6 * (time.perf_counter() - start) / _HOST_CALLS)
-                results.append(_host_result(layer, name, kernel, samples[1:]))
+        for name, prepare in IMPLEMENTATIONS.items():
+            _, kernel, call = prepare(case, q, k, v)
+            jobs.append((with_grad, call, (layer, name, kernel), list[float]()))
+    for _ in range(_HOST_BATCHES + 1):
+        for with_grad, call, (_, name, _), samples in random.sample(jobs, len(jobs)):
+            with torch.set_grad_enabled(with_grad), _selected(name):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(_HOST_CALLS):
+                    call()
+                samples.append(1e6 * (time.perf_counter() - start) / _HOST_CALLS)
+    results += [_host_result(*names, samples[1:]) for *_, names, samples in jobs]
     return {"results": results, "skipped": []}
 
 
