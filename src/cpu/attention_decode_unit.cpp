@@ -3,76 +3,24 @@
 //
 // Channels lie on the lanes (row_products.hpp). A few keys at a time go past all rows of all kv
 // heads of the task, since the heads of a key lie side by side in a cache: memory is read nearly as
-// it lies, each key once. Each read asks for the row that comes kStreamKeys keys later: a kv head's
-// rows are too far apart for the hardware to foresee them.
+// it lies, each key once. Each read asks for the row that comes so many keys later.
 //
 // A row's bits depend on its own query, keys and options, and on the parts: tiles start at
 // multiples of kTileKeys from key 0, and a key that a row does not see adds exactly 0 to its sums
 // and nothing to its output.
 #include "cpu/attention_decode_unit.hpp"
+
+#include "cpu/attention_decode_adjust.hpp"
+#include "cpu/attention_decode_state.hpp"
 #include "cpu/row_products.hpp"
+#include "cpu/row_softmax.hpp"
 #include "cpu/simd.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {
 namespace {
 
 constexpr int kTileKeys = 64;
-constexpr int kStreamKeys = 16;  // that go past all rows before the next ones
-
-std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-std::int64_t larger(std::int64_t a, std::int64_t b) { return a < b ? b : a; }
-
-template <typename T>
-std::int64_t padded(std::int64_t dim) {
-  return (dim + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
-}
-
-class Pieces {
- public:
-  explicit Pieces(std::byte* base) : base_(base) {}
-
-  template <typename T>
-  T* take(std::int64_t count) {
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + size_);
-    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    size_ += (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-    return piece;
-  }
-  std::size_t size() const { return size_; }
-
- private:
-  std::byte* base_;
-  std::size_t size_ = 0;
-};
-
-// Of row r of a task's kv head h: index h rows + r.
-template <typename T>
-struct State {
-  T* max;
-  T* sum;
-  T* o;  // [row][o_stride], not yet divided
-  std::int64_t o_stride;
-
-  State(std::int64_t rows, std::int64_t dim_v, Pieces& pieces)
-      : max(pieces.take<T>(rows)), sum(pieces.take<T>(rows)), o_stride(padded<T>(dim_v)) {
-    o = pieces.take<T>(rows * o_stride);
-  }
-};
-
-std::int64_t rows_of(const DecodeTask& task) { return task.call.row_end - task.call.row_begin; }
-
-template <typename T>
-State<T> state_of(const DecodeTask& task, const std::byte* memory) {
-  Pieces pieces(const_cast<std::byte*>(memory));
-  return State<T>(task.kv_heads * rows_of(task), task.call.head_dim_v, pieces);
-}
-
-template <typename T>
-T exp_of(T x) {
-  return exp2<T>(Simd<T>::broadcast(x) * Simd<T>::broadcast(kLog2E<T>))[0];
-}
-
-// ---- one part -----------------------------------------------------------------------------------
+constexpr int kStreamKeys = 8;  // that go past all rows before the next ones
 
 template <typename T>
 struct Scratch {
@@ -81,7 +29,7 @@ struct Scratch {
   T* q;        // [row][q_stride], scaled, zeros behind the last channel
   T* scores;   // [row][s_stride], then probabilities
   T* o;        // [row][o_stride] of the state: of one tile
-  T* adjust;   // [kTileKeys + lanes]: bias - alibi, -inf where excluded
+  T* adjust;   // [kTileKeys + lanes]: Adjustments'
   T* weights;  // [kTileKeys]: probabilities of the keys that a row sees
 
   Scratch(std::int64_t rows, std::int64_t dim_qk, std::int64_t dim_v, Pieces& pieces)
@@ -94,11 +42,21 @@ struct Scratch {
   }
 };
 
-// What one row sees of a tile; keys count from the tile's first.
+// Rows that are computed at a time: rows [row, row + kRows) of each of kv heads [head, head +
+// kHeads). Several heads have a row each, and those lie one behind another in scratch.
+template <int kHeadCount, int kRowCount>
+struct Block {
+  static constexpr int kHeads = kHeadCount;
+  static constexpr int kRows = kRowCount;
+  static constexpr int kAll = kHeads * kRows;
+  std::int64_t head;
+  std::int64_t row;
+};
+
+// What one row sees of a tile, keys counted from the tile's first: what causal and window leave.
 struct Seen {
-  int begin;  // what causal and window leave
+  int begin;
   int end;
-  bool adjusted;
 };
 
 template <DType kStored, typename T>
@@ -110,7 +68,10 @@ class Part {
         rows_(rows_of(task)),
         state_(state_of<T>(task, state)),
         pieces_(scratch),
-        scratch_(task.kv_heads * rows_, task.call.head_dim_qk, task.call.head_dim_v, pieces_) {}
+        scratch_(task.kv_heads * rows_, task.call.head_dim_qk, task.call.head_dim_v, pieces_),
+        adjustments_(task.call, scratch_.adjust),
+        // A lone row fills a vector of scores with keys alone.
+        stream_keys_(task.kv_heads * rows_ == 1 ? 2 * kStreamKeys : kStreamKeys) {}
 
   void run() {
     start();
@@ -135,11 +96,9 @@ class Part {
   };
 
   using S = Simd<T>;
-  static constexpr int kCount = kLanes<T>;
-  static constexpr std::int64_t kSize = sizeof(typename Arithmetic<kStored>::Element);
+  using C = Channels<kStored, T>;
 
   void start() {
-    const Vec<T> scale = S::broadcast(static_cast<T>(call_.scale));
     for (std::int64_t r = 0; r < rows_; ++r) {
       const std::int64_t row = call_.row_begin + r;
       position_[r] = row % call_.seqlen_q;
@@ -157,31 +116,50 @@ class Part {
     for (std::int64_t h = 0; h < task_.kv_heads; ++h) {
       for (std::int64_t r = 0; r < rows_; ++r) {
         const std::int64_t at = h * rows_ + r;
-        state_.max[at] = -kInfinity<T>;
-        state_.sum[at] = T{0};
-        for (std::int64_t d = 0; d < state_.o_stride; d += kCount) {
-          S::store(state_.o + at * state_.o_stride + d, Vec<T>{});
-        }
+        clear(state_, at, -kInfinity<T>);
         const std::byte* q =
             call_.q.data + head(h, r) * call_.q.head_stride + position_[r] * call_.q.row_stride;
-        for (std::int64_t d = 0; d < call_.head_dim_qk; d += kCount) {
-          const int width = static_cast<int>(smaller(kCount, call_.head_dim_qk - d));
-          S::store(scratch_.q + at * scratch_.q_stride + d,
-                   load_numbers<kStored, T>(q + d * kSize, width) * scale);
-        }
+        load_query(q, at);
       }
+    }
+  }
+
+  void load_query(const std::byte* from, std::int64_t row) {
+    dots_[row] = false;
+#if ONCHIP_CPU_LEVEL >= 3
+    if constexpr (C::kDots) {
+      // The power of two in scale, which is exact; what is left of it, in [1, 2), comes later.
+      int exponent = 0;
+      factor_ = static_cast<T>(2.0 * __builtin_frexp(call_.scale, &exponent));
+      const auto power = static_cast<T>(__builtin_ldexp(1.0, exponent - 1));
+      // The read of a key that serves one query waits for memory, not for arithmetic.
+      dots_[row] = task_.group > 1 && factor_ != T{0} &&
+                   query_pairs(from, call_.head_dim_qk, power, query(row));
+      if (dots_[row]) return;
+    }
+#endif
+    const Vec<T> scale = S::broadcast(static_cast<T>(call_.scale));
+    for (std::int64_t d = 0; d < call_.head_dim_qk; d += C::kSpan) {
+      const int width = static_cast<int>(smaller(C::kSpan, call_.head_dim_qk - d));
+      Vec<T> pieces[C::kPieces];
+      C::load(from + d * C::kSize, width, pieces);
+      unroll<C::kPieces>(
+          [&](auto i) { S::store(query(row) + d + i * kLanes<T>, pieces[i] * scale); });
     }
   }
 
   // Query head of row r of kv head h, from the task's first.
   std::int64_t head(std::int64_t h, std::int64_t r) const { return h * task_.group + head_[r]; }
 
+  T* query(std::int64_t row) const { return scratch_.q + row * scratch_.q_stride; }
+  T* scores(std::int64_t row) const { return scratch_.scores + row * scratch_.s_stride; }
+
   Seen seen(std::int64_t key, std::int64_t r) const {
     const auto relative = [&](std::int64_t at) {
       const std::int64_t end = smaller(key + kTileKeys, task_.key_end);
       return static_cast<int>(larger(0, smaller(end, at) - key));
     };
-    return {relative(key_begin_[r]), relative(key_end_[r]), false};
+    return {relative(key_begin_[r]), relative(key_end_[r])};
   }
 
   // The first tile from `key` on of which some row sees a key; none: begin == end. Returns where to
@@ -230,16 +208,20 @@ class Part {
     return cache.data + block * cache.block_stride + row * cache.row_stride;
   }
 
-  // Calls f(Index<rows>, kv head, first row of the head) for blocks of rows that share reads.
+  // Calls f(Block) until all rows had their turn.
   template <typename F>
   ONCHIP_INLINE void for_each_block(F&& f) {
-    for (std::int64_t h = 0; h < task_.kv_heads; ++h) {
+    std::int64_t h = 0;
+    if (rows_ == 1) {
+      for (; h + 2 <= task_.kv_heads; h += 2) f(Block<2, 1>{h, 0});
+    }
+    for (; h < task_.kv_heads; ++h) {
       std::int64_t r = 0;
-      for (; r + kBlockRows<T> <= rows_; r += kBlockRows<T>) f(Index<kBlockRows<T>>{}, h, r);
+      for (; r + kBlockRows<T> <= rows_; r += kBlockRows<T>) f(Block<1, kBlockRows<T>>{h, r});
       if constexpr (kBlockRows<T> > 2) {
-        for (; r + 2 <= rows_; r += 2) f(Index<2>{}, h, r);
+        for (; r + 2 <= rows_; r += 2) f(Block<1, 2>{h, r});
       }
-      for (; r < rows_; ++r) f(Index<1>{}, h, r);
+      for (; r < rows_; ++r) f(Block<1, 1>{h, r});
     }
   }
 
@@ -250,237 +232,146 @@ class Part {
       return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) -
                                        reinterpret_cast<std::uintptr_t>(from));
     };
-    for (int j = tile.begin; j < tile.end; j += kStreamKeys) {
-      const int end = static_cast<int>(smaller(j + kStreamKeys, tile.end));
-      const std::int64_t ahead =
-          distance(tile.k[j], end < tile.end ? tile.k[end] : tile.v[tile.begin]);
-      for_each_block([&](auto block, std::int64_t h, std::int64_t r) {
-        const std::int64_t row = h * rows_ + r;
-        score_rows<kStored, T, block>(scratch_.q + row * scratch_.q_stride, scratch_.q_stride,
-                                      call_.head_dim_qk, tile.k, h * task_.k_cache.head_stride, j,
-                                      end, r == 0 ? ahead : 0, scores(row), scratch_.s_stride);
+    const auto group = [&](int j, const std::byte* const* rows, std::int64_t head_stride,
+                           const std::byte* behind) -> StreamedRows {
+      const int end = static_cast<int>(smaller(j + stream_keys_, tile.end));
+      const std::byte* later = end < tile.end ? rows[end] : behind;
+      return {rows, head_stride, j, end, later == nullptr ? 0 : distance(rows[j], later)};
+    };
+    for (int j = tile.begin; j < tile.end; j += stream_keys_) {
+      StreamedRows keys = group(j, tile.k, task_.k_cache.head_stride, tile.v[tile.begin]);
+      const std::int64_t ahead = keys.ahead;
+      for_each_block([&](auto block) {
+        keys.ahead = block.row == 0 ? ahead : 0;
+        score(block, keys);
       });
     }
-    for (std::int64_t at = 0; at < task_.kv_heads * rows_ * state_.o_stride; at += kCount) {
-      S::store(scratch_.o + at, Vec<T>{});
-    }
-    for_each_block([&](auto block, std::int64_t h, std::int64_t r) {
-      apart_[h * rows_ + r] = weigh(tile, h, r, block);
-    });
-    for (int j = tile.begin; j < tile.end; j += kStreamKeys) {
-      const int count = static_cast<int>(smaller(kStreamKeys, tile.end - j));
-      std::int64_t ahead = 0;
-      if (j + count < tile.end) {
-        ahead = distance(tile.v[j], tile.v[j + count]);
-      } else if (next.begin < next.end) {
-        ahead = distance(tile.v[j], next.k[next.begin]);
-      }
-      for_each_block([&](auto block, std::int64_t h, std::int64_t r) {
-        const std::int64_t row = h * rows_ + r;
-        if (apart_[row]) return;
-        output_rows<kStored, T, block>(scores(row) + j, scratch_.s_stride, count, tile.v + j,
-                                       h * task_.v_cache.head_stride, call_.head_dim_v,
-                                       r == 0 ? ahead : 0, scratch_.o + row * state_.o_stride,
-                                       state_.o_stride);
+    for_each_block(
+        [&](auto block) { apart_[block.head * rows_ + block.row] = weigh(tile, block); });
+    const std::byte* behind = next.begin < next.end ? next.k[next.begin] : nullptr;
+    for (int j = tile.begin; j < tile.end; j += stream_keys_) {
+      StreamedRows values = group(j, tile.v, task_.v_cache.head_stride, behind);
+      const std::int64_t ahead = values.ahead;
+      for_each_block([&](auto block) {
+        if (apart_[block.head * rows_ + block.row]) return;
+        values.ahead = block.row == 0 ? ahead : 0;
+        // Of several heads, each has values of its own.
+        unroll<block.kHeads>([&](auto h) {
+          const std::int64_t row = (block.head + h) * rows_ + block.row;
+          const bool ends = values.end == tile.end;
+          output_rows<kStored, T, block.kRows>(outputs(scores(row) + j, row, j == tile.begin, ends),
+                                               values, block.head + h, call_.head_dim_v);
+        });
       });
     }
-    // A tile's own sum is made apart, so that rounding errors grow with the number of tiles, not of
-    // keys.
-    for (std::int64_t row = 0; row < task_.kv_heads * rows_; ++row) {
-      const Vec<T> kept = S::broadcast(alpha_[row]);
-      for (std::int64_t d = 0; d < state_.o_stride; d += kCount) {
-        T* o = state_.o + row * state_.o_stride + d;
-        S::store(o, S::fma(S::load(o), kept, S::load(scratch_.o + row * state_.o_stride + d)));
+  }
+
+  template <typename AnyBlock>
+  void score(AnyBlock block, const StreamedRows& keys) {
+    const std::int64_t first = block.head * rows_ + block.row;
+    int dots = 0;
+    for (int i = 0; i < AnyBlock::kAll; ++i) dots += dots_[first + i] ? 1 : 0;
+    if (dots == 0) {
+      score_as<false>(block, first, keys);
+    } else if (dots == AnyBlock::kAll) {
+      score_as<true>(block, first, keys);
+    } else {
+      for (int i = 0; i < AnyBlock::kAll; ++i) {
+        const Block<1, 1> one{block.head + i / AnyBlock::kRows, block.row + i % AnyBlock::kRows};
+        if (dots_[first + i]) {
+          score_as<true>(one, first + i, keys);
+        } else {
+          score_as<false>(one, first + i, keys);
+        }
       }
     }
   }
 
-  T* scores(std::int64_t row) const { return scratch_.scores + row * scratch_.s_stride; }
+  template <bool kDots, typename AnyBlock>
+  void score_as(AnyBlock block, std::int64_t first, const StreamedRows& keys) {
+    if constexpr (C::kDots || !kDots) {
+      score_rows<kStored, T, AnyBlock::kHeads, AnyBlock::kRows, kDots>(
+          {query(first), scratch_.q_stride, call_.head_dim_qk, factor_}, keys, block.head,
+          scores(first), scratch_.s_stride);
+    }
+  }
 
   // Scores into probabilities for a block of rows. Where one of them does not see the whole tile,
   // the block's outputs are made here, row by row over the keys that it sees alone: what others
   // hold must not meet its probability 0. Returns whether that was so.
-  bool weigh(const Tile& tile, std::int64_t h, std::int64_t r, int block) {
-    const int keys = tile.end - tile.begin;
-    int whole = 0;
-    for (int i = 0; i < block; ++i) {
-      const std::int64_t row = h * rows_ + r + i;
-      Seen own = seen(tile.key, r + i);
-      int count = own.end > own.begin ? own.end - own.begin : 0;
-      if (count > 0 && adjusts()) {
-        own.adjusted = true;
-        count = fill_adjustments(tile.key, h, r + i, own);
-      }
-      alpha_[row] = count > 0 ? softmax(own, tile.begin, tile.end, row) : T{1};
-      sees_all_[i] = count == keys;
-      whole += sees_all_[i] ? 1 : 0;
-      if (count > 0 && count < keys) output_of_seen(tile, h, row, own);
+  template <typename AnyBlock>
+  bool weigh(const Tile& tile, AnyBlock block) {
+    const std::int64_t first = block.head * rows_ + block.row;
+    bool plain = true;
+    for (int r = 0; r < AnyBlock::kRows; ++r)
+      plain = plain && is_plain(seen(tile.key, block.row + r));
+    if (plain) {
+      softmax_of_whole<T, AnyBlock::kAll>(scores(first), scratch_.s_stride, kTileKeys, sums(first));
+      return false;
     }
-    if (whole == block) return false;
-    for (int i = 0; i < block; ++i) {
-      if (sees_all_[i]) {
-        output_of_seen(tile, h, h * rows_ + r + i, {tile.begin, tile.end, false});
-      }
+    bool whole = true;
+    bool sees_all[AnyBlock::kAll];
+    for (int i = 0; i < AnyBlock::kAll; ++i) {
+      sees_all[i] =
+          weigh_row(tile, block.head + i / AnyBlock::kRows, block.row + i % AnyBlock::kRows);
+      whole = whole && sees_all[i];
+    }
+    if (whole) return false;
+    for (int i = 0; i < AnyBlock::kAll; ++i) {
+      if (!sees_all[i]) continue;
+      output_of_seen(tile, block.head + i / AnyBlock::kRows, first + i, {tile.begin, tile.end},
+                     false);
     }
     return true;
   }
 
-  void output_of_seen(const Tile& tile, std::int64_t h, std::int64_t row, const Seen& own) {
+  bool is_plain(const Seen& own) const {
+    return own.begin == 0 && own.end == kTileKeys && call_.softcap == 0.0 && !adjustments_.any();
+  }
+
+  // Returns whether the row sees the whole tile; if not, its outputs are made.
+  bool weigh_row(const Tile& tile, std::int64_t h, std::int64_t r) {
+    const std::int64_t row = h * rows_ + r;
+    const Seen own = seen(tile.key, r);
+    int count = own.end > own.begin ? own.end - own.begin : 0;
+    const bool adjusted = count > 0 && adjustments_.any();
+    if (adjusted) {
+      count = adjustments_.fill(tile.key, head(h, r), position_[r], own.begin, own.end);
+    }
+    if (count == 0) return false;
+    if (is_plain(own)) {
+      softmax_of_whole<T, 1>(scores(row), 0, kTileKeys, sums(row));
+    } else {
+      softmax_of_seen<T>(scores(row), tile.begin, tile.end, own.begin, own.end,
+                         adjusted ? adjustments_.data() : nullptr, static_cast<T>(call_.softcap),
+                         sums(row));
+    }
+    if (count == tile.end - tile.begin) return true;
+    output_of_seen(tile, h, row, own, adjusted);
+    return false;
+  }
+
+  void output_of_seen(const Tile& tile, std::int64_t h, std::int64_t row, const Seen& own,
+                      bool adjusted) {
     const T* p = scores(row);
     const std::byte* rows[kTileKeys];
     int count = 0;
     for (int j = own.begin; j < own.end; ++j) {
-      if (own.adjusted && scratch_.adjust[j] == -kInfinity<T>) continue;
+      if (adjusted && adjustments_.excludes(j)) continue;
       rows[count] = tile.v[j];
       scratch_.weights[count++] = p[j];
     }
-    output_rows<kStored, T, 1>(scratch_.weights, 0, count, rows, h * task_.v_cache.head_stride,
-                               call_.head_dim_v, 0, scratch_.o + row * state_.o_stride,
-                               state_.o_stride);
+    const StreamedRows values{rows, task_.v_cache.head_stride, 0, count, 0};
+    output_rows<kStored, T, 1>(outputs(scratch_.weights, row, true, true), values, h,
+                               call_.head_dim_v);
   }
 
-  // ---- scores into probabilities ------------------------------------------------------------
+  RowSums<T> sums(std::int64_t row) { return {state_.max + row, state_.sum + row, kept_ + row}; }
 
-  // s[j] becomes the probability of key j relative to the row's new maximum, 0 for keys it does not
-  // see. Returns the factor of what there was before.
-  T softmax(const Seen& own, int begin, int end, std::int64_t row) {
-    T* s = scores(row);
-    static constexpr auto kIota = [] {
-      struct {
-        T at[kCount];
-      } iota{};
-      for (int i = 0; i < kCount; ++i) iota.at[i] = static_cast<T>(i);
-      return iota;
-    }();
-    const Vec<T> lane = S::load(kIota.at);
-    const Vec<T> low = S::broadcast(static_cast<T>(own.begin));
-    const Vec<T> high = S::broadcast(static_cast<T>(own.end));
-    const Vec<T> minus_infinity = S::broadcast(-kInfinity<T>);
-    const Vec<T> cap = S::broadcast(static_cast<T>(call_.softcap));
-    const int first = begin / kCount * kCount;
-    Vec<T> largest = minus_infinity;
-    for (int j = first; j < end; j += kCount) {
-      Vec<T> x = S::load(s + j);
-      if (call_.softcap != 0.0) x = cap * tanh<T>(x / cap);
-      const Vec<T> key = S::broadcast(static_cast<T>(j)) + lane;
-      auto visible = S::both(S::less_equal(low, key), S::less(key, high));
-      if (own.adjusted) {
-        const Vec<T> adjust = S::load(scratch_.adjust + j);
-        visible = S::both(visible, S::complement(S::equal(adjust, minus_infinity)));
-        x = x + adjust;
-      }
-      x = S::select(visible, x, minus_infinity);
-      S::store(s + j, x);
-      // A NaN is passed over here: its own probability will be NaN.
-      largest = S::max(x, largest);
-    }
-    const T before = state_.max[row];
-    T lanes[kCount];
-    S::store(lanes, largest);
-    for (int half = kCount / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) {
-        lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
-      }
-    }
-    const T maximum = lanes[0] > before ? lanes[0] : before;
-    // Where no score is above -inf yet, subtract 0 instead: all probabilities are then exactly 0.
-    const T shift = maximum == -kInfinity<T> ? T{0} : maximum;
-    const Vec<T> by = S::broadcast(shift);
-    const Vec<T> log2e = S::broadcast(kLog2E<T>);
-    Vec<T> sums = {};
-    for (int j = first; j < end; j += kCount) {
-      const Vec<T> p = exp2<T>((S::load(s + j) - by) * log2e);
-      sums = sums + p;
-      S::store(s + j, p);
-    }
-    S::store(lanes, sums);
-    for (int half = kCount / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    }
-    const T alpha = exp_of<T>(before - shift);
-    state_.max[row] = maximum;
-    state_.sum[row] = state_.sum[row] * alpha + lanes[0];
-    return alpha;
-  }
-
-  // ---- bias, mask, ALiBi, segments ----------------------------------------------------------
-
-  bool adjusts() const {
-    return call_.bias.data != nullptr || call_.mask.data != nullptr ||
-           call_.alibi_slopes.data != nullptr || call_.q_segment_ids.data != nullptr;
-  }
-
-  // adjust[j] of the keys that the row sees: bias - alibi, -inf where one of them excludes it.
-  // Returns how many are left.
-  int fill_adjustments(std::int64_t key, std::int64_t h, std::int64_t r, const Seen& own) {
-    T* adjust = scratch_.adjust;
-    const std::int64_t i = position_[r];
-    for (int j = own.begin; j < own.end; ++j) adjust[j] = T{0};
-    if (call_.bias.data != nullptr) {
-      load_bias(at(call_.bias, h, r) + key * call_.bias.column_stride, own, adjust);
-    }
-    if (call_.alibi_slopes.data != nullptr) {
-      const UnitHeadScalars& slopes = call_.alibi_slopes;
-      const T slope = load_number<T>(slopes.data + head(h, r) * slopes.head_stride, slopes.dtype);
-      const T diagonal = static_cast<T>(i + call_.diagonal_offset - key);
-      for (int j = own.begin; j < own.end; ++j) {
-        const T distance = diagonal - static_cast<T>(j);
-        adjust[j] -= slope * (distance < T{0} ? -distance : distance);
-      }
-    }
-    if (call_.mask.data != nullptr) {
-      const std::byte* mask = at(call_.mask, h, r) + key * call_.mask.column_stride;
-      for (int j = own.begin; j < own.end; ++j) {
-        if (mask[j * call_.mask.column_stride] == std::byte{0}) adjust[j] = -kInfinity<T>;
-      }
-    }
-    if (call_.q_segment_ids.data != nullptr) {
-      const std::int32_t q_id = segment(call_.q_segment_ids, i);
-      for (int j = own.begin; j < own.end; ++j) {
-        if (segment(call_.kv_segment_ids, key + j) != q_id) adjust[j] = -kInfinity<T>;
-      }
-    }
-    int count = 0;
-    for (int j = own.begin; j < own.end; ++j) count += adjust[j] != -kInfinity<T> ? 1 : 0;
-    return count;
-  }
-
-  const std::byte* at(const UnitScores& scores, std::int64_t h, std::int64_t r) const {
-    return scores.data + head(h, r) * scores.head_stride + position_[r] * scores.row_stride;
-  }
-
-  static std::int32_t segment(const UnitSegments& ids, std::int64_t at) {
-    std::int32_t id;
-    std::memcpy(&id, ids.data + at * ids.row_stride, sizeof(id));
-    return id;
-  }
-
-  void load_bias(const std::byte* bias, const Seen& own, T* adjust) {
-    const UnitScores& scores = call_.bias;
-    if (scores.dense_columns) {
-      switch (scores.dtype) {
-        case DType::f32:
-          return load_dense_bias<DType::f32>(bias, own, adjust);
-        case DType::bf16:
-          return load_dense_bias<DType::bf16>(bias, own, adjust);
-        case DType::f16:
-          return load_dense_bias<DType::f16>(bias, own, adjust);
-        default:
-          break;
-      }
-    }
-    for (int j = own.begin; j < own.end; ++j) {
-      adjust[j] = load_number<T>(bias + j * scores.column_stride, scores.dtype);
-    }
-  }
-
-  template <DType kBias>
-  void load_dense_bias(const std::byte* bias, const Seen& own, T* adjust) {
-    constexpr std::int64_t kBiasSize = sizeof(typename Arithmetic<kBias>::Element);
-    for (int j = own.begin; j < own.end; j += kCount) {
-      const int width = static_cast<int>(smaller(kCount, own.end - j));
-      S::store(adjust + j, load_numbers<kBias, T>(bias + j * kBiasSize, width));
-    }
+  RowOutputs<T> outputs(const T* p, std::int64_t row, bool begins, bool ends) const {
+    const std::int64_t at = row * state_.o_stride;
+    return {p,           scratch_.s_stride, scratch_.o + at, state_.o + at,
+            kept_ + row, state_.o_stride,   begins,          ends};
   }
 
   const DecodeTask& task_;
@@ -489,95 +380,21 @@ class Part {
   State<T> state_;
   Pieces pieces_;
   Scratch<T> scratch_;
+  Adjustments<T> adjustments_;
+  int stream_keys_;
   std::int64_t position_[kMaxDecodeRows];
   std::int64_t head_[kMaxDecodeRows];  // in its group
   std::int64_t key_begin_[kMaxDecodeRows];
   std::int64_t key_end_[kMaxDecodeRows];
   // Of a tile, by row of all kv heads: what remains of the outputs before; whether a block's
-  // outputs (at its first row) are made already; by row of a block.
-  T alpha_[kMaxDecodeRows];
+  // outputs (at its first row) are made already.
+  T kept_[kMaxDecodeRows];
   bool apart_[kMaxDecodeRows];
-  bool sees_all_[4];
+  bool dots_[kMaxDecodeRows];  // by row of all kv heads: its query lies in pairs
+  T factor_ = T{1};            // of their scores
 };
 
-// ---- states -------------------------------------------------------------------------------------
-
-template <typename T>
-void start(const DecodeTask& task, std::byte* memory) {
-  const State<T> state = state_of<T>(task, memory);
-  const std::int64_t rows = rows_of(task);
-  for (std::int64_t at = 0; at < task.kv_heads * rows; ++at) {
-    // The sink is a first score without value, at its own maximum.
-    T sink = -kInfinity<T>;
-    if (task.call.sink.data != nullptr) {
-      const std::int64_t head =
-          at / rows * task.group + (task.call.row_begin + at % rows) / task.call.seqlen_q;
-      sink = load_number<T>(task.call.sink.data + head * task.call.sink.head_stride,
-                            task.call.sink.dtype);
-    }
-    state.max[at] = sink;
-    state.sum[at] = sink == -kInfinity<T> ? T{0} : T{1};
-    for (std::int64_t d = 0; d < state.o_stride; d += kLanes<T>) {
-      Simd<T>::store(state.o + at * state.o_stride + d, Vec<T>{});
-    }
-  }
-}
-
-template <typename T>
-void fold(const DecodeTask& task, std::byte* memory, const std::byte* part_memory) {
-  using S = Simd<T>;
-  const State<T> state = state_of<T>(task, memory);
-  const State<T> part = state_of<T>(task, part_memory);
-  for (std::int64_t at = 0; at < task.kv_heads * rows_of(task); ++at) {
-    // A part of which the row saw nothing.
-    if (part.max[at] == -kInfinity<T> && part.sum[at] == T{0}) continue;
-    const T maximum = part.max[at] > state.max[at] ? part.max[at] : state.max[at];
-    const T shift = maximum == -kInfinity<T> ? T{0} : maximum;
-    const T kept = exp_of<T>(state.max[at] - shift);
-    const T added = exp_of<T>(part.max[at] - shift);
-    state.max[at] = maximum;
-    state.sum[at] = state.sum[at] * kept + part.sum[at] * added;
-    for (std::int64_t d = 0; d < state.o_stride; d += kLanes<T>) {
-      T* o = state.o + at * state.o_stride + d;
-      S::store(o, S::fma(S::load(o), S::broadcast(kept),
-                         S::load(part.o + at * part.o_stride + d) * S::broadcast(added)));
-    }
-  }
-}
-
-template <DType kStored, typename T>
-void store(const DecodeTask& task, const std::byte* memory) {
-  using S = Simd<T>;
-  constexpr std::int64_t kSize = sizeof(typename Arithmetic<kStored>::Element);
-  using Lse = Arithmetic<kStored>::T;
-  const ForwardTask& call = task.call;
-  const State<T> state = state_of<T>(task, memory);
-  const std::int64_t rows = rows_of(task);
-  for (std::int64_t at = 0; at < task.kv_heads * rows; ++at) {
-    const std::int64_t row = call.row_begin + at % rows;
-    const std::int64_t head = at / rows * task.group + row / call.seqlen_q;
-    const std::int64_t i = row % call.seqlen_q;
-    const T sum = state.sum[at];
-    if (call.lse.data != nullptr) {
-      const auto wide_sum = static_cast<double>(sum);
-      const Lse lse =
-          wide_sum == 0.0
-              ? -kInfinity<Lse>
-              : static_cast<Lse>(static_cast<double>(state.max[at]) + __builtin_log(wide_sum));
-      std::memcpy(call.lse.data + head * call.lse.head_stride + i * call.lse.row_stride, &lse,
-                  sizeof(lse));
-    }
-    // A row without keys and without sink: 0 / 1.
-    const Vec<T> by = S::broadcast(sum == T{0} ? T{1} : sum);
-    std::byte* o = call.o.data + head * call.o.head_stride + i * call.o.row_stride;
-    for (std::int64_t d = 0; d < call.head_dim_v; d += kLanes<T>) {
-      const int width = static_cast<int>(smaller(kLanes<T>, call.head_dim_v - d));
-      // + 0 turns -0 into 0.
-      store_numbers<kStored, T>(o + d * kSize,
-                                S::load(state.o + at * state.o_stride + d) / by + Vec<T>{}, width);
-    }
-  }
-}
+// ---- types --------------------------------------------------------------------------------------
 
 // f.template operator()<kStored, T>() for the stored type and the arithmetic of a call.
 template <typename F>
@@ -605,14 +422,14 @@ template <typename T>
 std::size_t state_bytes(const DecodeShape& shape) {
   Pieces pieces(nullptr);
   State<T>(shape.rows, shape.head_dim_v, pieces);
-  return pieces.size();
+  return pieces.bytes();
 }
 
 template <typename T>
 std::size_t scratch_bytes(const DecodeShape& shape) {
   Pieces pieces(nullptr);
   Scratch<T>(shape.rows, shape.head_dim_qk, shape.head_dim_v, pieces);
-  return pieces.size();
+  return pieces.bytes();
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "cpu/number_operands.hpp"
 #include "cpu/online_softmax.hpp"
 #include "cpu/pair_operands.hpp"
+#include "cpu/pieces.hpp"
 #include "cpu/score_adjustments.hpp"
 #include "cpu/simd.hpp"
 
@@ -23,26 +24,6 @@ namespace onchip::cpu::ONCHIP_CPU_ISA {
 namespace {
 
 static_assert(kChunkKeys % kTileKeys == 0);
-
-// Hands out pieces of memory; from no memory only their sizes.
-class Pieces {
- public:
-  explicit Pieces(std::byte* base) : base_(base) {}
-
-  template <typename T>
-  T* operator()(std::int64_t count) {
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + bytes_);
-    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    bytes_ += (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-    return piece;
-  }
-
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  std::byte* base_;
-  std::size_t bytes_ = 0;
-};
 
 template <typename T>
 std::int64_t padded_rows(std::int64_t rows) {
@@ -57,11 +38,11 @@ struct State {
   T* sum = nullptr;
   bool* started = nullptr;  // [panel]: o_t holds something
 
-  void place(std::int64_t rows, std::int64_t head_dim_v, Pieces& take) {
-    o_t = take.operator()<T>(rows * o_rows(head_dim_v));
-    max = take.operator()<T>(rows);
-    sum = take.operator()<T>(rows);
-    started = take.operator()<bool>(rows / kPanelRows<T>);
+  void place(std::int64_t rows, std::int64_t head_dim_v, Pieces& pieces) {
+    o_t = pieces.take<T>(rows * o_rows(head_dim_v));
+    max = pieces.take<T>(rows);
+    sum = pieces.take<T>(rows);
+    started = pieces.take<bool>(rows / kPanelRows<T>);
   }
 
   // The last channels are computed kTailRows at a time.
@@ -78,16 +59,16 @@ struct Scratch {
   T* keep = nullptr;    // [kTileKeys][panel rows]: 0 dropped, 1 kept
 
   std::size_t place(const ForwardShape& shape, std::byte* base) {
-    Pieces take(base);
+    Pieces pieces(base);
     constexpr std::int64_t kRows = kPanelRows<T>;
     const std::int64_t rows = padded_rows<T>(shape.task_rows);
-    operands.place(shape, rows, take);
-    s_t = take.operator()<T>((kTileKeys + kTailRows) * kRows);
-    adjust = take.operator()<T>(shape.adjusts_scores ? kTileKeys * kRows : 0);
-    keep = take.operator()<T>(shape.dropout ? kTileKeys * kRows : 0);
-    states[0].place(rows, shape.head_dim_v, take);
-    if (shape.seqlen_kv > kChunkKeys) states[1].place(rows, shape.head_dim_v, take);
-    return take.bytes();
+    operands.place(shape, rows, pieces);
+    s_t = pieces.take<T>((kTileKeys + kTailRows) * kRows);
+    adjust = pieces.take<T>(shape.adjusts_scores ? kTileKeys * kRows : 0);
+    keep = pieces.take<T>(shape.dropout ? kTileKeys * kRows : 0);
+    states[0].place(rows, shape.head_dim_v, pieces);
+    if (shape.seqlen_kv > kChunkKeys) states[1].place(rows, shape.head_dim_v, pieces);
+    return pieces.bytes();
   }
 };
 
@@ -381,9 +362,9 @@ std::size_t attention_forward_part_bytes(const ForwardShape& shape) {
   std::size_t bytes = 0;
   with_operands(shape.dtype, shape.wide, [&](auto tag) {
     using T = decltype(tag)::Type::T;
-    Pieces take(nullptr);
-    State<T>().place(padded_rows<T>(shape.task_rows), shape.head_dim_v, take);
-    bytes = take.bytes();
+    Pieces pieces(nullptr);
+    State<T>().place(padded_rows<T>(shape.task_rows), shape.head_dim_v, pieces);
+    bytes = pieces.bytes();
   });
   return bytes;
 }
@@ -409,9 +390,9 @@ void attention_forward_part(const ForwardTask& task, std::int64_t chunk, std::by
     Forward<Operands> forward(task);
     if (chunk >= forward.num_chunks()) return;
     forward.load(scratch);
-    Pieces take(part);
+    Pieces pieces(part);
     State<T> state;
-    state.place(padded_rows<T>(task.row_end - task.row_begin), task.head_dim_v, take);
+    state.place(padded_rows<T>(task.row_end - task.row_begin), task.head_dim_v, pieces);
     forward.attend_chunk(chunk, state);
   });
 }
@@ -422,9 +403,9 @@ void attention_forward_join(const ForwardTask& task, std::byte* parts, std::size
     using T = Operands::T;
     const Forward<Operands> forward(task);
     const auto state_of = [&](std::int64_t chunk) {
-      Pieces take(parts + static_cast<std::size_t>(chunk) * part_bytes);
+      Pieces pieces(parts + static_cast<std::size_t>(chunk) * part_bytes);
       State<T> state;
-      state.place(padded_rows<T>(task.row_end - task.row_begin), task.head_dim_v, take);
+      state.place(padded_rows<T>(task.row_end - task.row_begin), task.head_dim_v, pieces);
       return state;
     };
     const State<T> total = state_of(0);

@@ -23,7 +23,7 @@ struct DeltaBackwardRecord {
         z(pieces.take<T>(2 * kDeltaRows * tiles.value)),
         pairs(pieces.take<T>(2 * kDeltaRows * DeltaTiles<T>::kToken)) {}
 
-  LinearPieces pieces;
+  Pieces pieces;
   DeltaTiles<T> tiles;
   T* z;      // [2 rows][dv]: dO, then dX
   T* pairs;  // [2 rows][j]: P, then -A
@@ -46,7 +46,7 @@ struct DeltaBackwardScratch {
     through = pieces.take<T>(tiles.key);
   }
 
-  LinearPieces pieces;
+  Pieces pieces;
   T* z_t;        // [dv][2 rows]
   T* u_t;        // [dv][rows]
   T* state_t;    // [dv][dk]

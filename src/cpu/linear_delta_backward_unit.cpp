@@ -16,7 +16,7 @@ std::size_t delta_backward_scratch_bytes(const DeltaShape& shape) {
   std::size_t bytes = 0;
   with_delta_arithmetic(shape, [&](auto number) {
     using T = decltype(number);
-    LinearPieces pieces(nullptr);
+    Pieces pieces(nullptr);
     bytes = DeltaBackwardScratch<T>(DeltaTiles<T>(shape, pieces), nullptr).pieces.bytes();
   });
   return bytes;

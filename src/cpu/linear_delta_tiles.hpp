@@ -13,7 +13,7 @@ namespace {
 // other, e from row `padded` on.
 template <typename T>
 struct DeltaTiles {
-  DeltaTiles(const DeltaShape& shape, LinearPieces& pieces)
+  DeltaTiles(const DeltaShape& shape, Pieces& pieces)
       : dk(shape.linear.head_dim_k),
         dv(shape.linear.head_dim_v),
         key_columns(whole_vectors<T>(dk)),

@@ -10,7 +10,7 @@ struct DeltaForwardScratch {
   DeltaForwardScratch(const DeltaShape& shape, std::byte* base)
       : pieces(base), tiles(shape, pieces), o(pieces.take<T>(kDeltaRows * tiles.value)) {}
 
-  LinearPieces pieces;
+  Pieces pieces;
   DeltaTiles<T> tiles;
   T* o;  // [rows][dv]
 };

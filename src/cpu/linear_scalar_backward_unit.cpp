@@ -18,7 +18,7 @@ namespace {
 template <typename T>
 struct BackwardScratch {
   BackwardScratch(const LinearShape& shape, std::byte* base) : tile(shape), strides(shape) {
-    LinearPieces pieces(base);
+    Pieces pieces(base);
     const std::int64_t keys = whole_vectors<T>(shape.head_dim_k);
     const std::int64_t token = strides.token();
     q = pieces.take<T>(kChunkRows * strides.key);

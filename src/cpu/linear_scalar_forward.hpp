@@ -10,7 +10,7 @@ namespace {
 template <typename T>
 struct ForwardScratch {
   explicit ForwardScratch(const LinearShape& shape, std::byte* base) : tile(shape), strides(shape) {
-    LinearPieces pieces(base);
+    Pieces pieces(base);
     const std::int64_t keys = whole_vectors<T>(shape.head_dim_k);
     q = pieces.take<T>(kChunkRows * strides.key);
     k = pieces.take<T>(kChunkRows * strides.key);

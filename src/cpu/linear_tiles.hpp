@@ -5,30 +5,13 @@
 #include "cpu/any_dtype.hpp"
 #include "cpu/linear_products.hpp"
 #include "cpu/linear_unit.hpp"
+#include "cpu/pieces.hpp"
 #include "cpu/simd.hpp"
 
 namespace onchip::cpu::ONCHIP_CPU_ISA {
 namespace {
 
-// Hands out pieces of memory; from no memory only their sizes.
-class LinearPieces {
- public:
-  explicit LinearPieces(std::byte* base) : base_(base) {}
-
-  template <typename T>
-  T* take(std::int64_t count) {
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + bytes_);
-    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    bytes_ += (bytes + kLinearAlignment - 1) / kLinearAlignment * kLinearAlignment;
-    return piece;
-  }
-
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  std::byte* base_;
-  std::size_t bytes_ = 0;
-};
+static_assert(kPieceAlignment == kLinearAlignment);
 
 // 2^x for any x, 0 below -126 (fp64: -1022), inf above the largest exponent.
 template <typename T>

@@ -5,6 +5,7 @@
 #include "cpu/attention_rows.hpp"
 #include "cpu/attention_unit.hpp"
 #include "cpu/online_softmax.hpp"
+#include "cpu/pieces.hpp"
 #include "cpu/simd.hpp"
 #include "cpu/tile_products.hpp"
 
@@ -17,16 +18,14 @@ class NumberOperands {
   using T = Number;
   static constexpr DType kStored = kDType;
 
-  // take<T>(count): the next piece of scratch memory.
-  template <typename Take>
-  void place(const ForwardShape& shape, std::int64_t rows, Take&& take) {
+  void place(const ForwardShape& shape, std::int64_t rows, Pieces& pieces) {
     head_dim_qk_ = shape.head_dim_qk;
     head_dim_v_ = shape.head_dim_v;
     k_stride_ = padded(shape.head_dim_qk);
     v_stride_ = padded(shape.head_dim_v);
-    q_t_ = take.template operator()<T>(rows * shape.head_dim_qk);
-    k_buffer_ = take.template operator()<T>(kTileKeys * k_stride_);
-    v_buffer_ = take.template operator()<T>(kTileKeys * v_stride_);
+    q_t_ = pieces.take<T>(rows * shape.head_dim_qk);
+    k_buffer_ = pieces.take<T>(kTileKeys * k_stride_);
+    v_buffer_ = pieces.take<T>(kTileKeys * v_stride_);
   }
 
   void load_queries(const ForwardTask& task, const RowTable& rows, std::int64_t first,

@@ -12,6 +12,7 @@
 #include "cpu/attention_rows.hpp"
 #include "cpu/attention_unit.hpp"
 #include "cpu/online_softmax.hpp"
+#include "cpu/pieces.hpp"
 #include "cpu/simd.hpp"
 #include "cpu/tile_products.hpp"
 
@@ -120,17 +121,16 @@ class PairOperands {
   using T = float;
   static constexpr DType kStored = DType::bf16;
 
-  template <typename Take>
-  void place(const ForwardShape& shape, std::int64_t rows, Take&& take) {
+  void place(const ForwardShape& shape, std::int64_t rows, Pieces& pieces) {
     head_dim_qk_ = shape.head_dim_qk;
     head_dim_v_ = shape.head_dim_v;
     pairs_ = (shape.head_dim_qk + 1) / 2;
     k_buffer_stride_ = kPairBytes * padded(pairs_);
     v_stride_ = padded(shape.head_dim_v);
-    q_t_ = take.template operator()<std::uint32_t>(rows * pairs_);
-    small_q_ = take.template operator()<bool>(rows);
-    k_buffer_ = take.template operator()<std::byte>(kTileKeys * k_buffer_stride_);
-    v_ = take.template operator()<std::uint32_t>(kTileKeys / 2 * v_stride_);
+    q_t_ = pieces.take<std::uint32_t>(rows * pairs_);
+    small_q_ = pieces.take<bool>(rows);
+    k_buffer_ = pieces.take<std::byte>(kTileKeys * k_buffer_stride_);
+    v_ = pieces.take<std::uint32_t>(kTileKeys / 2 * v_stride_);
   }
 
   // Q times the power of two in scale, which is exact and keeps scores in range as scale itself

@@ -132,6 +132,65 @@ TEST_P(CpuDecode, LongSequencesKeepTheBitsOfShortOnesBesideThem) {
   EXPECT_EQ(disagreement("o", computed, together.o.values(), 1e-5 * largest(computed)), "");
 }
 
+// What the instruction for pairs of bf16 takes as 0, or cannot sum: subnormal numbers in a query,
+// or in keys where queries or the scale are so large that they show.
+struct Odd {
+  const char* name;
+  double scale;
+  double query[2];  // of channels with an even and an odd number
+  double key[2];
+};
+
+void make_odd(const Odd& odd, Long& drawn) {
+  drawn.options.scale = odd.scale;
+  for (std::int64_t d = 0; d < 24; ++d) {
+    // Two of the four query heads of the first kv head, and keys whose signs alternate.
+    for (const std::int64_t head : {1, 2}) drawn.q.set({0, 0, head, d}, odd.query[d % 2]);
+    for (std::int64_t j = 0; j < 150; ++j) {
+      drawn.k.set({0, j, 0, d}, j % 3 == 0 ? odd.key[d % 2] : -0.5 * odd.key[d % 2]);
+    }
+  }
+}
+
+TEST_P(CpuDecode, NumbersThatPairsOfBfloat16CannotMultiply) {
+  for (const Odd& odd : {Odd{"subnormal query", 0.25, {1e-39, 0.5}, {2e38, 0.5}},
+                         Odd{"subnormal keys", 0.25, {1e38, 0.5}, {1e-39, 0.5}},
+                         Odd{"large query", 0.25, {1e37, -1e37}, {1e-37, 2e-37}},
+                         Odd{"large scale", 1e36, {1.0, 0.5}, {1e-36, 2e-36}},
+                         Odd{"tiny scale", 1e-37, {1e18, 5e17}, {1e19, 2e19}},
+                         Odd{"no scale", 0.0, {3e38, 3e38}, {3e38, 3e38}}}) {
+    SCOPED_TRACE(odd.name);
+    Long wanted(DType::bf16, 1, 2, 4, {150});
+    make_odd(odd, wanted);
+    wanted.options.backend = "reference";
+    ASSERT_EQ(call(wanted.args()), ONCHIP_OK) << onchip_last_error();
+    Long drawn(DType::bf16, 1, 2, 4, {150});
+    make_odd(odd, drawn);
+    ASSERT_EQ(run_forced(drawn.args(), GetParam()), "");
+    EXPECT_EQ(disagreement("lse", drawn.lse.values(), wanted.lse.values(),
+                           1e-5 * largest(wanted.lse.values())),
+              "");
+    EXPECT_EQ(disagreement("o", drawn.o.values(), wanted.o.values(),
+                           tolerance(DType::bf16) * largest(wanted.o.values())),
+              "");
+  }
+}
+
+// Rows that share a block with a query whose scores are not sums over pairs keep their own bits.
+TEST_P(CpuDecode, AnOddQueryShowsInNoOther) {
+  std::vector<double> o[2];
+  for (const bool odd : {false, true}) {
+    Long drawn(DType::bf16, 1, 2, 7, {300});
+    if (odd) drawn.q.set({0, 0, 2, 5}, 1e-39);
+    ASSERT_EQ(run_forced(drawn.args(), GetParam()), "");
+    o[odd ? 1 : 0] = drawn.o.values();
+  }
+  for (std::size_t i = 0; i < o[0].size(); ++i) {
+    if (i / 20 == 2) continue;
+    ASSERT_EQ(o[0][i], o[1][i]) << i;
+  }
+}
+
 TEST_P(CpuDecode, NumbersBeyondFloat32InASinkOrBias) {
   for (const bool in_bias : {false, true}) {
     std::vector<double> results[2];

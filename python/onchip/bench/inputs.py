@@ -1,5 +1,6 @@
 """The arrays of a case: drawn once, for every implementation."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +50,24 @@ def draw_inputs(case: Case, seed: int) -> Inputs:
     q, k, v = (_draw(rng, shape, dtype) for shape in (case.shape, case.shape_kv, case.shape_kv))
     if isinstance(case, StepCase):
         # As caches lie: a token's heads beside each other.
-        return Inputs(q, np.ascontiguousarray(k), np.ascontiguousarray(v), more=_pages(rng, case))
+        return Inputs(q, _as_cache(k), _as_cache(v), more=_pages(rng, case))
     return Inputs(q, k, v, None if case.phase == "fwd" else _draw(rng, case.shape, dtype))
+
+
+def _empty_cache(shape: tuple[int, ...], dtype: Any) -> Array:
+    """From the start of a line of memory on, as the allocators of frameworks place tensors; NumPy's
+    large arrays begin 16 bytes into one."""
+    line = 64
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + line, np.uint8)
+    begin = -memory.ctypes.data % line
+    return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _as_cache(rows: Array) -> Array:
+    cache = _empty_cache(rows.shape, rows.dtype)
+    cache[...] = rows
+    return cache
 
 
 def _draw_linear(rng: np.random.Generator, case: LinearCase, dtype: Any) -> Inputs:
@@ -93,6 +110,6 @@ def paged(rows: Array, page_table: Array, page_size: int) -> Array:
     pages = page_table.shape[1]
     whole = np.full((batch, pages * page_size, heads, dim), np.nan, np.float32).astype(rows.dtype)
     whole[:, :seqlen] = rows
-    cache = np.empty((batch * pages, page_size, heads, dim), rows.dtype)
+    cache = _empty_cache((batch * pages, page_size, heads, dim), rows.dtype)
     cache[page_table.reshape(-1)] = whole.reshape(batch * pages, page_size, heads, dim)
     return cache
