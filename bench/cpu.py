@@ -61,8 +61,8 @@ class Row:
         return next((name for name in self.implementations if name != OURS), None)
 
 
-# Such that a call takes 0.05 to 2 s. PyTorch cuts one head's queries into equal halves, of which
-# causal masking leaves one thread most of the work: so one head at the longest, and several as well.
+# Such that a call takes 0.05 to 2 s. PyTorch cuts one head's queries into equal halves, and causal
+# masking leaves one thread most of the work: so one head at the longest, and several as well.
 _SHAPES = {
     (64, 1024): ("h16d64", "b4"),
     (64, 4096): ("h16d64", "b1"),

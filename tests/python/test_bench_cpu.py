@@ -148,12 +148,12 @@ def test_rows_ask_for_what_they_measure():
     assert fast.wanted(cases.parse(fast.cases[0])) == cpu.Wanted(0.6, 1.0)
     assert {cases.parse(name).seqlen for name in fast.cases} == {1024, 4096, 16384}
     causal = {
-        (case.head_dim, case.seqlen): fast.wanted(case)
+        (case.head_dim, case.seqlen, case.num_heads): fast.wanted(case)
         for case in map(cases.parse, fast.cases)
         if case.causal
     }
-    assert causal[128, 16384] == causal[128, 1024] == cpu.Wanted(0.7, 1.35)
-    assert causal[64, 4096] == cpu.Wanted(0.6, 1.05)
+    assert causal[128, 16384, 1] == causal[128, 1024, 8] == cpu.Wanted(0.7, 1.35)
+    assert causal[64, 4096, 16] == causal[64, 16384, 4] == cpu.Wanted(0.6, 1.05)
 
 
 def test_the_fingerprint_is_of_how_it_is_measured():
