@@ -55,7 +55,6 @@ void for_each_field(Call& call, bool outputs_only, F&& f) {
 Call::Call(const nb::str& operator_name, const nb::dict& values)
     : Call(named(utf8(operator_name)), operator_name, values) {}
 
-// None, like an absent key, leaves a field at its default.
 Call::Call(const Named& called, const nb::str& operator_name, const nb::dict& values)
     : op(called.op), held_name(operator_name), name(utf8(held_name)) {
   op.initialise(structs);
@@ -65,7 +64,7 @@ Call::Call(const Named& called, const nb::str& operator_name, const nb::dict& va
     const nb::object value = values.get(field.key, nb::handle());
     if (!value.is_valid()) return;
     ++known;
-    if (!value.is_none()) set_field(name, field, base, kept, value);
+    set_field(name, field, base, kept, value);
   });
   if (known != values.size()) {
     throw nb::type_error((std::string(name) + ": an argument it does not have, among " +
@@ -138,7 +137,8 @@ void bind_call(nb::module_& module) {
       .def(
           nb::init<const nb::str&, const nb::dict&>(),
           nb::sig("def __init__(self, operator: str, arguments: dict[str, typing.Any], /) -> None"),
-          "`arguments` by the names of the C struct and its options; None leaves a default.")
+          "`arguments` by the names of the C struct and its options; what is absent, and None\n"
+          "where it is legal, leaves a default.")
       .def_prop_ro("workspace_bytes", [](const Call& self) { return self.plan.workspace_bytes; })
       .def_prop_ro("workspace_alignment",
                    [](const Call& self) { return self.plan.workspace_alignment; })

@@ -45,7 +45,12 @@ std::string describe_value(nb::handle value) {
   PyObject* object = value.ptr();
   if (PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
       PyUnicode_CheckExact(object)) {
-    std::string text = utf8(nb::repr(value));
+    const nb::object written = nb::steal(PyObject_Repr(object));
+    if (!written.is_valid()) {
+      drop_error();
+      return "an integer of too many digits to write";
+    }
+    std::string text = utf8(written);
     if (text.size() > kLongestText) {
       // Cut between characters: a continuation byte starts with the bits 10.
       std::size_t end = kLongestText;
@@ -57,7 +62,20 @@ std::string describe_value(nb::handle value) {
   return utf8(nb::getattr(value.type(), "__name__"));
 }
 
+bool is_numpy_bool(nb::handle value) {
+  const nb::object name = nb::getattr(value.type(), "__name__");
+  const std::string_view type = utf8(name);
+  return type == "bool_" || type == "bool";
+}
+
+bool is_scalar(nb::handle value) {
+  PyObject* object = value.ptr();
+  if (PyFloat_CheckExact(object) || PyLong_CheckExact(object)) return true;
+  return !PyBool_Check(object) && !is_numpy_bool(value) && !nb::hasattr(value.type(), "__dlpack__");
+}
+
 std::int64_t count_of(const Place& place, nb::handle value) {
+  if (!is_scalar(value)) refuse(place, describe_value(value), "an integer of 64 bits");
   // Not nb::try_cast: that would also swallow a KeyboardInterrupt in somebody's __index__.
   const nb::object integer = nb::steal(PyNumber_Index(value.ptr()));
   if (integer.is_valid()) {

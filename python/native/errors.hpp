@@ -66,6 +66,13 @@ struct Place {
 // foreign types, which may copy an array from a device.
 std::string describe_value(nb::handle value);
 
+// Whether NumPy's bool is what this is.
+bool is_numpy_bool(nb::handle value);
+
+// Whether a number may be made of it: not of a flag, and not of an array, which may lie on a GPU
+// and would lose its gradient.
+bool is_scalar(nb::handle value);
+
 // An integer of 64 bits.
 std::int64_t count_of(const Place& place, nb::handle value);
 

@@ -15,24 +15,31 @@ namespace onchip_python {
 namespace {
 
 double real_of(const Place& place, nb::handle value) {
+  if (!is_scalar(value)) refuse(place, describe_value(value), "a number");
   // Not nb::try_cast: that would also swallow a KeyboardInterrupt in somebody's __float__.
   const double number = PyFloat_AsDouble(value.ptr());
-  const bool failed = number == -1 && PyErr_Occurred() != nullptr;
-  if (failed) drop_error();
+  if (number == -1 && PyErr_Occurred() != nullptr) {
+    const bool is_large = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;
+    drop_error();
+    refuse(place, describe_value(value), is_large ? "a finite number" : "a number");
+  }
   // The C struct marks an absent scale by NaN; here that mark is None.
-  if (failed || std::isnan(number)) refuse(place, describe_value(value), "a number");
+  if (std::isnan(number)) refuse(place, describe_value(value), "a number that is not NaN");
   return number;
 }
 
-// True, False, 0, 1 and NumPy's bool; an array is never taken for a flag.
+// True, False, NumPy's bool, and the integers 0 and 1.
 std::int32_t flag_of(const Place& place, nb::handle value) {
-  if (nb::isinstance<nb::int_>(value)) {
-    const std::int64_t number = count_of(place, value);
-    if (number == 0 || number == 1) return static_cast<std::int32_t>(number);
-  } else {
-    const nb::object name = nb::getattr(value.type(), "__name__");
-    const std::string_view type = utf8(name);
-    if (type == "bool_" || type == "bool") return nb::bool_(value) ? 1 : 0;
+  if (PyBool_Check(value.ptr()) || is_numpy_bool(value)) return nb::bool_(value) ? 1 : 0;
+  if (is_scalar(value)) {
+    const nb::object integer = nb::steal(PyNumber_Index(value.ptr()));
+    int overflow = 0;
+    if (integer.is_valid()) {
+      const long number = PyLong_AsLongAndOverflow(integer.ptr(), &overflow);
+      if (overflow == 0 && (number == 0 || number == 1)) return static_cast<std::int32_t>(number);
+    } else {
+      drop_error();
+    }
   }
   refuse(place, describe_value(value), "True or False");
 }
@@ -77,7 +84,8 @@ void set_field(const char* op, const Field& field, void* base, nb::object& held,
   static constexpr std::array<std::string_view, 1> kConvActivations = {"silu"};
   static constexpr std::array<std::string_view, 2> kActivations = {"silu", "sigmoid"};
   static constexpr std::array<std::string_view, 2> kInputGates = {"exp", "sigmoid"};
-  const Place place{op, field.name};
+  const Place place{op, field.argument == nullptr ? field.name : field.argument};
+  if (value.is_none() && takes_none(field.kind)) return;
   const auto put = [&](auto number) { store(field, base, number); };
   switch (field.kind) {
     case Kind::kTensor: {
@@ -90,10 +98,13 @@ void set_field(const char* op, const Field& field, void* base, nb::object& held,
       return;
     }
     case Kind::kReal:
+    case Kind::kRealOrNone:
       return put(real_of(place, value));
     case Kind::kCount:
+    case Kind::kCountOrNone:
       return put(count_of(place, value));
     case Kind::kFlag:
+    case Kind::kFlagOrNone:
       return put(flag_of(place, value));
     case Kind::kAlignment:
       return put(choice_of(place, value, kAlignments, ONCHIP_BOTTOM_RIGHT,

@@ -6,7 +6,8 @@
 
 namespace onchip_python {
 
-// `base`: the field's struct. `held`: keeps what the field points to. `op`: for messages.
+// `base`: the field's struct. `held`: keeps what the field points to. `op`: for messages. None
+// leaves the default where the field takes it.
 void set_field(const char* op, const Field& field, void* base, nb::object& held, nb::handle value);
 
 // The view must stay where it is.

@@ -61,6 +61,10 @@ NB_MODULE(_native_of_main, module) {
   bind_cast(module);
   bind_torch_call(module);
   bind_peaks(module);
+  module.def(
+      "described", [](nb::handle value) { return nb::str(describe_value(value).c_str()); },
+      nb::arg().none(), nb::sig("def described(value: object, /) -> str"),
+      "A value as messages say it: numbers and short text as written, anything else by its type.");
   module.def("describe", [] { return text_of(onchip_describe); }, "The library as JSON text.");
   module.def("version", onchip_version, "The library's version.");
   module.def("set_num_threads", set_num_threads, nb::arg().none(),

@@ -9,15 +9,17 @@ namespace {
 
 #define ONCHIP_FIELD(type, name, kind) \
   Field { #name, Kind::kind, offsetof(type, name) }
+#define ONCHIP_PART_OF(argument, type, name, kind) \
+  Field { #name, Kind::kind, offsetof(type, name), #argument }
 
 std::array options_fields = {
-    ONCHIP_FIELD(onchip_attention_options, scale, kReal),
+    ONCHIP_FIELD(onchip_attention_options, scale, kRealOrNone),
     ONCHIP_FIELD(onchip_attention_options, softcap, kReal),
     ONCHIP_FIELD(onchip_attention_options, dropout_p, kReal),
-    ONCHIP_FIELD(onchip_attention_options, window_left, kCount),
-    ONCHIP_FIELD(onchip_attention_options, window_right, kCount),
-    ONCHIP_FIELD(onchip_attention_options, max_seqlen_q, kCount),
-    ONCHIP_FIELD(onchip_attention_options, max_seqlen_kv, kCount),
+    ONCHIP_PART_OF(window, onchip_attention_options, window_left, kCount),
+    ONCHIP_PART_OF(window, onchip_attention_options, window_right, kCount),
+    ONCHIP_FIELD(onchip_attention_options, max_seqlen_q, kCountOrNone),
+    ONCHIP_FIELD(onchip_attention_options, max_seqlen_kv, kCountOrNone),
     ONCHIP_FIELD(onchip_attention_options, causal, kFlag),
     ONCHIP_FIELD(onchip_attention_options, alignment, kAlignment),
     ONCHIP_FIELD(onchip_attention_options, precision, kPrecision),
@@ -89,15 +91,15 @@ std::array decode_fields = {
 };
 
 std::array linear_options_fields = {
-    ONCHIP_FIELD(onchip_linear_options, scale, kReal),
+    ONCHIP_FIELD(onchip_linear_options, scale, kRealOrNone),
     ONCHIP_FIELD(onchip_linear_options, eps, kReal),
-    ONCHIP_FIELD(onchip_linear_options, dt_min, kReal),
-    ONCHIP_FIELD(onchip_linear_options, dt_max, kReal),
-    ONCHIP_FIELD(onchip_linear_options, lower_bound, kReal),
-    ONCHIP_FIELD(onchip_linear_options, chunk_len, kCount),
+    ONCHIP_PART_OF(dt_limit, onchip_linear_options, dt_min, kReal),
+    ONCHIP_PART_OF(dt_limit, onchip_linear_options, dt_max, kReal),
+    ONCHIP_FIELD(onchip_linear_options, lower_bound, kRealOrNone),
+    ONCHIP_FIELD(onchip_linear_options, chunk_len, kCountOrNone),
     ONCHIP_FIELD(onchip_linear_options, num_householder, kCount),
     ONCHIP_FIELD(onchip_linear_options, state_layout, kStateLayout),
-    ONCHIP_FIELD(onchip_linear_options, normalize, kFlag),
+    ONCHIP_FIELD(onchip_linear_options, normalize, kFlagOrNone),
     ONCHIP_FIELD(onchip_linear_options, gate, kInputGate),
     ONCHIP_FIELD(onchip_linear_options, detach_normalizer, kFlag),
     ONCHIP_FIELD(onchip_linear_options, dt_softplus, kFlag),
@@ -170,7 +172,7 @@ std::array conv_options_fields = {
 
 std::array norm_options_fields = {
     ONCHIP_FIELD(onchip_norm_options, eps, kReal),
-    ONCHIP_FIELD(onchip_norm_options, group_size, kCount),
+    ONCHIP_FIELD(onchip_norm_options, group_size, kCountOrNone),
     ONCHIP_FIELD(onchip_norm_options, activation, kActivation),
     ONCHIP_FIELD(onchip_norm_options, gate_first, kFlag),
     ONCHIP_FIELD(onchip_norm_options, backend, kName),
@@ -248,6 +250,7 @@ constexpr std::array<std::string_view, 21> kLinearNames = {"linear_attention",
                                                            "rwkv4"};
 
 #undef ONCHIP_FIELD
+#undef ONCHIP_PART_OF
 
 const std::array<Section, 2> kForwardSections = {
     {{forward_fields, offsetof(Structs, args), true},

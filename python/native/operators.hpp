@@ -15,8 +15,11 @@ namespace onchip_python {
 enum class Kind : std::uint8_t {
   kTensor,
   kReal,
+  kRealOrNone,
   kCount,
+  kCountOrNone,
   kFlag,
+  kFlagOrNone,
   kAlignment,
   kPrecision,
   kStateLayout,
@@ -26,11 +29,35 @@ enum class Kind : std::uint8_t {
   kName
 };
 
+// Whether None leaves a field at its default.
+constexpr bool takes_none(Kind kind) {
+  switch (kind) {
+    case Kind::kTensor:
+    case Kind::kRealOrNone:
+    case Kind::kCountOrNone:
+    case Kind::kFlagOrNone:
+    case Kind::kPrecision:
+    case Kind::kConvActivation:
+    case Kind::kActivation:
+    case Kind::kName:
+      return true;
+    case Kind::kReal:
+    case Kind::kCount:
+    case Kind::kFlag:
+    case Kind::kAlignment:
+    case Kind::kStateLayout:
+    case Kind::kInputGate:
+      return false;
+  }
+  return false;
+}
+
 struct Field {
   const char* name;
   Kind kind;
   std::size_t offset;
-  nb::handle key = {};  // `name` as an interned Python string, kept for ever
+  const char* argument = nullptr;  // the one in Python that it is a part of
+  nb::handle key = {};             // `name` as an interned Python string, kept for ever
 };
 
 union Args {

@@ -106,10 +106,8 @@ class TorchCall {
     }
     nb::object held;  // what set_field keeps, `values` does
     for (std::size_t i = 0; i < values_.size(); ++i) {
-      const nb::handle value = item(values, i);
-      if (value.is_none()) continue;
       const Slot& slot = values_[i];
-      set_field(name_, *slot.field, at(structs, slot), held, value);
+      set_field(name_, *slot.field, at(structs, slot), held, item(values, i));
     }
     onchip_plan plan = ONCHIP_PLAN_INIT;
     check_without_gil([&] { return called_.op.plan(structs, plan); });  // may compile a kernel

@@ -9,6 +9,7 @@ from onchip import _calls, _native, ops
 from onchip._linear import calls as _linear
 from onchip._linear import helpers
 from onchip._text import nearest
+from onchip._values import described
 from onchip.errors import InvalidArgument
 
 _OPERATORS = (
@@ -47,8 +48,8 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
     """
     if not isinstance(op_name, str) or op_name not in _OPERATORS:
         raise InvalidArgument(
-            f"explain: op_name: got {op_name!r}, wanted one of {', '.join(_OPERATORS)}"
-            + nearest(op_name, _OPERATORS)
+            f"explain: op_name: got {described(op_name)}, wanted one of {', '.join(_OPERATORS)}"
+            + (nearest(op_name, _OPERATORS) if isinstance(op_name, str) else "")
         )
     function, explained = _OPERATORS[op_name]
     bound = inspect.signature(function).bind(*args, **kwargs)

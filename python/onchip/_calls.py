@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from onchip import _native
 from onchip._kinds import CPU, ArraySpec, Kind, kind_of, result_kind_of
+from onchip._values import pair
 from onchip.errors import InvalidArgument
 
 Arguments = dict[str, Any]
@@ -129,31 +130,14 @@ def _integers(op: Operator, name: str, value: Any) -> Any:
         ) from None
 
 
-def flag(op: str, name: str, value: Any, default: bool = False) -> bool:
-    """An option that Python alone looks at, by the rule of those that the library does: None is its
-    default; an array, a name or another number is not taken for one."""
-    if value is None:
-        return default
-    is_number = isinstance(value, int) and value in (0, 1)
-    if not is_number and type(value).__name__ not in ("bool", "bool_"):
-        raise InvalidArgument(f"{op}: {name}: got {value!r}, wanted True or False")
-    return bool(value)
-
-
 def window_bounds(op: str, window: Any) -> tuple[Any, Any]:
-    """(left, right); a set, say, has two members but no order."""
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise InvalidArgument(
-            f"{op}: window: got {window!r}, wanted (left, right), -1 for no bound"
-        )
-    left, right = window
-    return left, right
+    return pair(op, "window", window, "(left, right), -1 for no bound")
 
 
 def _split_window(op: Operator, arguments: Arguments) -> None:
-    window = arguments.pop("window", None)
-    if window is not None:
-        arguments["window_left"], arguments["window_right"] = window_bounds(op.name, window)
+    if "window" in arguments:
+        left, right = window_bounds(op.name, arguments.pop("window"))
+        arguments["window_left"], arguments["window_right"] = left, right
 
 
 class Prepared(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from onchip import _native
+from onchip._values import described
 from onchip.errors import InvalidArgument, Unsupported
 
 CPU = 1
@@ -255,14 +256,16 @@ class _Spec(Kind):
     def view(self, op: str, argument: str, array: Any, stream: int) -> _native.Tensor:
         device_type, ordinal = _parse_device(op, argument, array.device)
         if not isinstance(array.dtype, str):
+            got = described(array.dtype)
             raise InvalidArgument(
-                f"{op}: {argument}: got dtype {array.dtype!r}, wanted its name, such as 'float32'"
+                f"{op}: {argument}: got dtype {got}, wanted its name, such as 'float32'"
             )
         try:
             shape = tuple(array.shape)
         except TypeError:
+            got = described(array.shape)
             raise InvalidArgument(
-                f"{op}: {argument}: got shape {array.shape!r}, wanted a sequence of integers"
+                f"{op}: {argument}: got shape {got}, wanted a sequence of integers"
             ) from None
         return _native.shape(op, argument, shape, array.dtype, device_type, ordinal)
 
@@ -280,8 +283,9 @@ def _parse_device(op: str, argument: str, device: object) -> tuple[int, int]:
         # Nine digits fit in the C library's ordinal.
         if name == "cuda" and ordinal.isdecimal() and len(ordinal) < 10:
             return CUDA, int(ordinal)
+    got = described(device)
     raise InvalidArgument(
-        f'{op}: {argument}: got device {device!r}, wanted "cpu", "cuda" or "cuda:<ordinal>"'
+        f'{op}: {argument}: got device {got}, wanted "cpu", "cuda" or "cuda:<ordinal>"'
     )
 
 

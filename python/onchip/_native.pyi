@@ -49,7 +49,8 @@ class Call:
 
     def __init__(self, operator: str, arguments: dict[str, Any], /) -> None:
         """
-        `arguments` by the names of the C struct and its options; None leaves a default.
+        `arguments` by the names of the C struct and its options; what is absent, and None
+        where it is legal, leaves a default.
         """
 
     @property
@@ -129,6 +130,11 @@ def measure_peaks(num_threads: int) -> dict[str, float]:
     """
     What this machine reaches at best on as many threads: multiply-adds per instruction
     set, bf16 dot products, reading and copying memory. Takes seconds and 512 MiB.
+    """
+
+def described(value: object, /) -> str:
+    """
+    A value as messages say it: numbers and short text as written, anything else by its type.
     """
 
 def describe() -> str:

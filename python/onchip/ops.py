@@ -8,8 +8,9 @@ Inputs are never written, caches that `attention_decode` appends to excepted; re
 memory with them, and nothing here is differentiated automatically.
 
 Every function raises `onchip.InvalidArgument` for a call that breaks the contract and
-`onchip.Unsupported`, with each backend's reason, for a legal one that no backend takes. Options
-that are flags, numbers or names are also checked for their type. docs/semantics.md is the contract.
+`onchip.Unsupported`, with each backend's reason, for a legal one that no backend takes. Flags are
+True, False, NumPy's bool, 0 or 1; numbers are Python's or NumPy's, never flags or arrays; None
+stands only where the signature has it. docs/semantics.md is the contract.
 
 The linear operators X come as X_forward, X_backward and X_step. "float" is any of float64, float32,
 float16, bfloat16. Their rows are [batch, T, ..]; with cu_seqlens packed, [total, ..]; of a step,

@@ -138,8 +138,8 @@ WRONG_OPTIONS = [
     ({"precision": "fp8"}, """precision: got 'fp8', wanted None or "tf32\""""),
     ({"window": 3}, "window: got 3, wanted (left, right), -1 for no bound"),
     ({"window": (1, 2, 3)}, "window: got (1, 2, 3), wanted (left, right), -1 for no bound"),
-    ({"window": (1.5, 0)}, "window_left: got 1.5, wanted an integer of 64 bits"),
-    ({"window": (0, 2**63)}, f"window_right: got {2**63}, wanted an integer of 64 bits"),
+    ({"window": (1.5, 0)}, "window: got 1.5, wanted an integer of 64 bits"),
+    ({"window": (0, 2**63)}, f"window: got {2**63}, wanted an integer of 64 bits"),
     ({"max_seqlen_q": "8"}, "max_seqlen_q: got '8', wanted an integer of 64 bits"),
     ({"backend": 7}, "backend: got 7, wanted a name or None"),
     ({"backend": "cpu\0"}, "backend: got a name with a zero byte, wanted a name or None"),
@@ -178,7 +178,7 @@ def test_flags(value):
     np.testing.assert_array_equal(o, wanted)
 
 
-@pytest.mark.parametrize("value", [0.25, np.float32(0.25), np.float64(0.25), np.array(0.25)])
+@pytest.mark.parametrize("value", [0.25, np.float32(0.25), np.float64(0.25)])
 def test_numbers(value):
     x = np.random.default_rng(0).standard_normal((1, 3, 2, 8))
     o, _ = onchip.ops.attention_forward(x, x, x, scale=value)
@@ -242,7 +242,7 @@ def test_explain_of_shapes_is_that_of_arrays():
 def test_explain_checks_the_call():
     with pytest.raises(onchip.InvalidArgument, match="explain: op_name: got 'attention', wanted"):
         onchip.explain("attention", X, X, X)
-    with pytest.raises(onchip.InvalidArgument, match=r"explain: op_name: got \[\], wanted"):
+    with pytest.raises(onchip.InvalidArgument, match="explain: op_name: got list, wanted"):
         onchip.explain([], X, X, X)
     with pytest.raises(onchip.InvalidArgument, match=r"^attention_forward: v: "):
         onchip.explain("attention_forward", X, X, X[:, :2])
@@ -287,7 +287,7 @@ def test_specs_of_integers():
     [
         (ArraySpec(5, "float32"), "q: got shape 5, wanted a sequence of integers"),
         (ArraySpec((1, None, 2, 3), "float32"), "q: got None, wanted an integer"),
-        (ArraySpec(X.shape, np.float32), "q: got dtype <class 'numpy.float32'>, wanted its name"),
+        (ArraySpec(X.shape, np.float32), "q: got dtype float32, wanted its name"),
         (ArraySpec(X.shape, "float31"), "q: got dtype 'float31', wanted"),
     ],
     ids=["shape", "extent", "dtype", "name"],

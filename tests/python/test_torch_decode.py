@@ -189,7 +189,7 @@ def test_gradients_are_refused():
 def test_refusals():
     q, k_cache, v_cache = dense()
     for change, words in (
-        (dict(k_cache=k_cache.numpy()), "k_cache: got ndarray, wanted a tensor"),
+        (dict(k_cache=k_cache.numpy()), "k_cache: got ndarray, wanted a torch tensor"),
         (dict(window={1, 2}), "window: got"),
         (dict(cache_seqlens=[1, 2, 21]), "cache_seqlens"),
         (dict(k_cache=k_cache.double()), "k_cache: got float64"),

@@ -493,10 +493,10 @@ def test_refusals(make):
 def test_refused_sizes():
     for wrong, words in (
         (lambda: nn.GatedDeltaNet(16, 3, 4, num_heads_v=4), "GatedDeltaNet: num_heads_v: got 4"),
-        (lambda: nn.GatedDeltaNet(16, 2, 4, conv_size=0), "ShortConvolution: width: got 0"),
+        (lambda: nn.GatedDeltaNet(16, 2, 4, conv_size=0), "GatedDeltaNet: conv_size: got 0"),
         (lambda: nn.Mamba2(16, head_dim=5), "Mamba2: head_dim: got 5"),
         (lambda: nn.Mamba2(16, head_dim=8, num_groups=3), "Mamba2: num_groups: got 3"),
-        (lambda: nn.MLSTM(16, 3), "MLSTM: qk_dim_factor: got 8 channels with 3 heads"),
+        (lambda: nn.MLSTM(16, 3), "MLSTM: qk_dim_factor: got 0.5, 8 channels with 3 heads"),
         (lambda: nn.RetNet(12, 4), "RetNet: num_heads: got 4 with embed_dim 12"),
     ):
         with pytest.raises(onchip.InvalidArgument, match=words):

@@ -172,13 +172,13 @@ def test_refusals_are_onchips_own():
     state = torch.zeros(2, 2, 4, 4)
     refused = [
         (dict(k=k.double()), "simple_gla_forward: k"),
-        (dict(k=None), "simple_gla_forward: k: got NoneType, wanted torch tensors"),
-        (dict(q=q.numpy()), "simple_gla_forward: q: got ndarray, wanted torch tensors"),
+        (dict(k=None), "simple_gla_forward: k: got None, wanted a torch tensor"),
+        (dict(q=q.numpy()), "simple_gla_forward: q: got ndarray, wanted a torch tensor"),
         (dict(log_decay=gate[..., :1]), "simple_gla_forward: log_decay: got shape"),
         (dict(state_layout="vv"), "simple_gla_forward: state_layout"),
         (dict(initial_state=(state, state)), "initial_state: got 2 parts, wanted a tensor"),
         (dict(initial_state=()), "initial_state: got 0 parts, wanted a tensor"),
-        (dict(initial_state=[[0.0]]), "initial_state: got list"),
+        (dict(initial_state=[[0.0]]), "initial_state.0.: got list"),
         (dict(output_final_state="no"), "simple_gla_forward: output_final_state: got 'no'"),
         (dict(output_final_state=2), "simple_gla_forward: output_final_state: got 2"),
         (dict(initial_state=state[:1]), "simple_gla_forward: initial_state"),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from onchip import _calls
 from onchip._calls import Arguments, Operator, Output, Views
+from onchip._values import choice, flag, number, pair
 from onchip.errors import InvalidArgument
 
 _STATE_PARTS = 3
@@ -165,27 +166,33 @@ def _split_state(op_name: str, arguments: Arguments, state: str) -> list[str]:
     return names
 
 
-def _split_limit(op_name: str, arguments: Arguments) -> None:
-    limit = arguments.pop("dt_limit", None)
-    if limit is None:
-        return
-    try:
-        lower, upper = map(float, limit)
-        # The members of a set have no order, the digits of a string are no numbers.
-        right = isinstance(limit, (tuple, list)) and lower <= upper
-    except (TypeError, ValueError):
-        right = False
-    if not right:
-        raise InvalidArgument(f"{op_name}: dt_limit: got {limit!r}, wanted (lower, upper) in order")
-    arguments["dt_min"], arguments["dt_max"] = lower, upper
+def limits(op_name: str, limit: Any) -> tuple[float, float]:
+    wanted = "(lower, upper) in order"
+    lower, upper = (
+        number(op_name, "dt_limit", x) for x in pair(op_name, "dt_limit", limit, wanted)
+    )
+    if lower > upper:
+        raise InvalidArgument(f"{op_name}: dt_limit: got ({lower}, {upper}), wanted {wanted}")
+    return lower, upper
 
 
-def _name_softplus(op_name: str, arguments: Arguments) -> None:
-    """mamba1's word for the option that mamba2 has too."""
-    if "delta_softplus" not in arguments:
-        return
-    softplus = arguments.pop("delta_softplus")
-    arguments["dt_softplus"] = _calls.flag(op_name, "delta_softplus", softplus, default=True)
+def _seen_by_python(op_name: str, arguments: Arguments) -> Arguments:
+    """The options that shapes of states follow from, or that the C library has another name for."""
+    made = dict(arguments)
+    if "output_final_state" in made:
+        made["output_final_state"] = flag(op_name, "output_final_state", made["output_final_state"])
+    # None: mlstm's follows from its gate.
+    if "normalize" in made and not (made["normalize"] is None and "gate" in made):
+        made["normalize"] = flag(op_name, "normalize", made["normalize"])
+    if "gate" in made:
+        made["gate"] = choice(op_name, "gate", made["gate"], ("exp", "sigmoid"))
+    if "state_layout" in made:
+        made["state_layout"] = choice(op_name, "state_layout", made["state_layout"], ("kv", "vk"))
+    if "dt_limit" in made:
+        made["dt_min"], made["dt_max"] = limits(op_name, made.pop("dt_limit"))
+    if "delta_softplus" in made:  # mamba1's word for what mamba2 has too
+        made["dt_softplus"] = flag(op_name, "delta_softplus", made.pop("delta_softplus"))
+    return made
 
 
 class _Shapes(NamedTuple):
@@ -228,8 +235,8 @@ class _Shapes(NamedTuple):
         shapes = [(sequences, heads, *matrix), (sequences, heads, dk), (sequences, heads)]
         if self.row.slots is not None:
             slots = views[self.row.slots].shape[-1:]
-            pair = ((dk, *slots), (*slots, dv))
-            shapes = [(sequences, heads, *(p[::-1] if layout == "vk" else p)) for p in pair]
+            matrices = ((dk, *slots), (*slots, dv))
+            shapes = [(sequences, heads, *(m[::-1] if layout == "vk" else m)) for m in matrices]
         named = zip(names, shapes[:parts], strict=True)
         return [Output(name, shape, dtype) for name, shape in named]
 
@@ -266,11 +273,10 @@ _STATES = {
 def prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Arguments]:
     """The operator with its results' shapes, and the arguments, as `_calls.run` takes them."""
     name = f"{row.name}_{phase}"
-    arguments = dict(given)
+    arguments = _seen_by_python(name, given)
+    shapes = _Shapes(row, dict(arguments))
+    arguments.pop("output_final_state", None)
     states = [part for state in _STATES[phase] for part in _split_state(name, arguments, state)]
-    _split_limit(name, arguments)
-    _name_softplus(name, arguments)
-    final = _calls.flag(name, "output_final_state", arguments.pop("output_final_state", None))
     required = tuple(tensor for tensor in row.tensors if tensor not in row.optional)
     fields = {tensor: f"inputs.{role}" for tensor, role in row.tensors.items()}
     fields |= {f"d{tensor}": f"gradients.{role}" for tensor, role in row.tensors.items()}
@@ -278,7 +284,6 @@ def prepared(row: Row, phase: str, given: Arguments) -> tuple[Operator, Argument
         state: f"{state}[0]"
         for state in ("initial_state", "d_final_state", "dinitial_state", "state")
     }
-    shapes = _Shapes(row, given | {"output_final_state": final})
     op = Operator(
         name,
         required + (("d_o",) if phase == "backward" else ()),

@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from onchip import _calls
 from onchip._calls import Arguments, Operator, Output, Views
+from onchip._values import flag
 
 ArrayT = TypeVar("ArrayT")
 
@@ -96,7 +97,8 @@ OPERATORS = (
 
 def explain(op: Operator, arguments: Arguments) -> str:
     arguments = dict(arguments)
-    _calls.flag(op.name, "output_final_state", arguments.pop("output_final_state", None))
+    if "output_final_state" in arguments:
+        flag(op.name, "output_final_state", arguments.pop("output_final_state"))
     return _calls.explain(op, arguments)
 
 
@@ -142,9 +144,7 @@ def causal_conv1d_forward(
         (y, final_state or None). y: x's shape and dtype.
     """
     arguments = dict(locals())
-    final = _calls.flag(
-        _CONV_FORWARD.name, "output_final_state", arguments.pop("output_final_state")
-    )
+    final = flag(_CONV_FORWARD.name, "output_final_state", arguments.pop("output_final_state"))
     unwanted = () if final else ("final_state",)
     results = _calls.run(_CONV_FORWARD, arguments, unwanted)
     return results["y"], results.get("final_state")

@@ -19,7 +19,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from onchip._values import flag, integer, number, pair, refuse
 from onchip.errors import InvalidArgument, Unsupported
+from onchip.torch._arguments import require_tensor
 from onchip.torch._attention import attention
 from onchip.torch._decode import attention_decode
 from onchip.torch._random import draw_dropout_rng
@@ -52,6 +54,12 @@ def _attend(
     return_attn_probs: bool,
     **lengths: Any,
 ) -> Result:
+    dropout_p = number(name, "dropout_p", dropout_p)
+    if softmax_scale is not None:
+        softmax_scale = number(name, "softmax_scale", softmax_scale)
+    window_size = _window(name, window_size)
+    return_attn_probs = flag(name, "return_attn_probs", return_attn_probs)
+    require_tensor(name, "q", q)
     if return_attn_probs and dropout_p > 0:
         raise Unsupported(
             f"{name}: return_attn_probs: got True with dropout_p {dropout_p}, wanted dropout_p 0: "
@@ -74,6 +82,11 @@ def _attend(
         **lengths,
     )
     return (o, lse, None) if return_attn_probs else o
+
+
+def _window(name: str, window_size: Any) -> tuple[int, int]:
+    left, right = pair(name, "window_size", window_size, "(left, right), -1 for no bound")
+    return integer(name, "window_size", left), integer(name, "window_size", right)
 
 
 def _unpacked(name: str, argument: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -336,11 +349,30 @@ def flash_attn_with_kvcache(
     name = "flash_attn_with_kvcache"
     if cache_leftpad is not None:
         raise Unsupported(f"{name}: cache_leftpad: got a tensor, wanted None: rows from 0 on")
-    if num_splits != 0:
+    if integer(name, "num_splits", num_splits) != 0:
         raise Unsupported(
             f"{name}: num_splits: got {num_splits}, wanted 0: onchip chooses by itself "
             "(onchip.torch.attention_decode has batch_invariant)"
         )
+    causal = flag(name, "causal", causal)
+    rotary_interleaved = flag(name, "rotary_interleaved", rotary_interleaved)
+    if softmax_scale is not None:
+        softmax_scale = number(name, "softmax_scale", softmax_scale)
+    window_size = _window(name, window_size)
+    return_softmax_lse = flag(name, "return_softmax_lse", return_softmax_lse)
+    given = dict(q=q, k_cache=k_cache, v_cache=v_cache)
+    for argument, tensor in given.items():
+        require_tensor(name, argument, tensor)
+        if tensor.dim() != 4:
+            raise InvalidArgument(
+                f"{name}: {argument}: got shape {list(tensor.shape)}, wanted rank 4"
+            )
+    if block_table is not None:
+        require_tensor(name, "block_table", block_table)
+        if block_table.dim() != 2:
+            raise InvalidArgument(
+                f"{name}: block_table: got shape {list(block_table.shape)}, wanted rank 2"
+            )
     batch, seqlen_q = q.shape[:2]
     if cache_seqlens is None:
         if k is not None:
@@ -351,11 +383,14 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, Tensor):
         lengths = cache_seqlens
     else:
-        lengths = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        rows = integer(name, "cache_seqlens", cache_seqlens)
+        if not 0 <= rows < 2**31:
+            refuse(name, "cache_seqlens", cache_seqlens, "0 or more, in 32 bits")
+        lengths = torch.full((batch,), rows, dtype=torch.int32, device=q.device)
     positions = None
     if rotary_cos is not None:
         positions = lengths[:, None].expand(batch, seqlen_q)
-        if causal or tuple(window_size) != (-1, -1):
+        if causal or window_size != (-1, -1):
             steps = torch.arange(seqlen_q, dtype=positions.dtype, device=positions.device)
             positions = positions + steps
     return attention_decode(

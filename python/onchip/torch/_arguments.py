@@ -1,7 +1,8 @@
-"""The arguments of attention as the registered operators have them: tensors, then plain values."""
+"""The arguments of attention as the registered operators have them, tensors, then plain values; and
+what is checked of any operator's before the dispatcher sees them."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onchip import _calls
+from onchip._linear.calls import limits
+from onchip._values import flag, integer, number, refuse, text
 from onchip.errors import InvalidArgument, Unsupported
 
 FORWARD = _calls.ATTENTION_FORWARD
@@ -33,9 +36,40 @@ VALUES = {
     "check": "bool",
     "backend": "str?",
 }
+# Those that are one argument of a function.
+_PART_OF = {"window_left": "window", "window_right": "window"}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 GRADIENT_INDICES = tuple(TENSOR_NAMES.index(name) for name in DIFFERENTIABLE)
 GRADIENTS = tuple("d" + name for name in DIFFERENTIABLE)
+
+
+_CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
+    "bool": flag,
+    "int": integer,
+    "float": number,
+    "str": text,
+    "float[]": lambda op, name, value: list(limits(op, value)),
+}
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def checked(op: str, kinds: Mapping[str, str], values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values for the dispatcher, which has a rule of its own for what is a flag or a number,
+    and words of its own for what is not."""
+    made = []
+    for (name, kind), value in zip(kinds.items(), values, strict=True):
+        if isinstance(value, _SYMBOLS) or (value is None and kind.endswith("?")):
+            made.append(value)
+        else:
+            check = _CHECKS[kind.removesuffix("?")]
+            made.append(check(op, _PART_OF.get(name, name), value))
+    return tuple(made)
+
+
+def require_tensor(op: str, name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        refuse(op, name, value, "a torch tensor")
+    return value
 
 
 def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -43,9 +77,7 @@ def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, (list, tuple, range)):
-        raise InvalidArgument(
-            f"{op}: {name}: got {type(value).__name__}, wanted a tensor or a sequence of integers"
-        )
+        refuse(op, name, value, "a tensor or a sequence of integers")
     try:
         numbers = [x if isinstance(x, int) else operator.index(x) for x in value]
         return torch.tensor(numbers, dtype=dtype)
@@ -85,11 +117,7 @@ def require_tensors(tensors: tuple[Any, ...]) -> None:
     for index, tensor in enumerate(tensors):
         if tensor is None and index >= REQUIRED:
             continue
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(
-                f"{FORWARD.name}: {TENSOR_NAMES[index]}: got {type(tensor).__name__}, "
-                "wanted torch tensors"
-            )
+        require_tensor(FORWARD.name, TENSOR_NAMES[index], tensor)
 
 
 # ---- where PyTorch's dispatcher can be left out --------------------------------------------------

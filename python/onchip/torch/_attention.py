@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip import _calls
+from onchip._values import flag
 from onchip.torch._arguments import FORWARD, autocast, integers
 from onchip.torch._operators import run
 
@@ -66,6 +67,9 @@ def attention(
     casts them; bias and sink keep theirs.
     """
     window_left, window_right = _calls.window_bounds(FORWARD.name, window)
+    return_lse = flag(FORWARD.name, "return_lse", return_lse)
+    if torch.are_deterministic_algorithms_enabled():
+        deterministic = flag(FORWARD.name, "deterministic", deterministic) or True
     q, k, v = autocast(q, k, v)
     tensors = (
         q,
@@ -94,7 +98,7 @@ def attention(
         max_seqlen_q,
         max_seqlen_kv,
         precision,
-        True if torch.are_deterministic_algorithms_enabled() else deterministic,
+        deterministic,
         batch_invariant,
         check,
         backend,

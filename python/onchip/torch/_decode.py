@@ -7,9 +7,18 @@ import torch
 from torch import Tensor
 
 from onchip import _calls
-from onchip.errors import InvalidArgument, Unsupported
+from onchip._values import flag
+from onchip.errors import Unsupported
 from onchip.torch import _run
-from onchip.torch._arguments import VALUES, are_plain, integers, is_watched, refuse_tangents
+from onchip.torch._arguments import (
+    VALUES,
+    are_plain,
+    checked,
+    integers,
+    is_watched,
+    refuse_tangents,
+    require_tensor,
+)
 from onchip.torch._library import define
 
 _OP = _calls.ATTENTION_DECODE
@@ -70,6 +79,7 @@ def attention_decode(
         o, or with return_lse (o, lse).
     """
     window_left, window_right = _calls.window_bounds(_OP.name, window)
+    return_lse = flag(_OP.name, "return_lse", return_lse)
     given = dict(
         q=q,
         k_cache=k_cache,
@@ -118,6 +128,7 @@ def attention_decode(
     if are_plain(tensors) and not is_watched(q):
         o, lse = _decode(*tensors, *values)
     else:
+        values = checked(_OP.name, _VALUES, values)
         o, lse = torch.ops.onchip.attention_decode(*tensors, *values)
     return (o, lse) if return_lse else o
 
@@ -128,9 +139,7 @@ def _tensor(name: str, value: Any) -> Tensor | None:
     if name in _SEQUENCES:
         dtype = torch.int32 if name in _OP.index_arrays else torch.int64
         return integers(_OP.name, name, value, dtype)
-    if not isinstance(value, Tensor):
-        raise InvalidArgument(f"{_OP.name}: {name}: got {type(value).__name__}, wanted a tensor")
-    return value
+    return require_tensor(_OP.name, name, value)
 
 
 # ---- the registered operator ---------------------------------------------------------------------

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from onchip import _calls, ops
+from onchip import ops
 from onchip._linear import calls
+from onchip._values import flag
 from onchip.errors import InvalidArgument
-from onchip.torch._arguments import autocast, integers
+from onchip.torch._arguments import autocast, integers, require_tensor
 from onchip.torch._linear_operators import HelperOperator, LinearOperator
 from onchip.torch._registered import LENGTHS, RegisteredOperator
 
@@ -51,12 +52,16 @@ class _Parameters(NamedTuple):
 
 def _state(op: str, name: str, value: Any, parts: int) -> tuple[Tensor | None, ...]:
     """The parts of a state, None for those that it has not."""
-    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    is_whole = not isinstance(value, (tuple, list))
+    given = (value,) if is_whole else tuple(value)
     if not 1 <= len(given) <= parts:
         raise InvalidArgument(
             f"{op}: {name}: got {len(given)} parts, wanted "
             + ("a tensor" if parts == 1 else f"a tuple of 1 to {parts}")
         )
+    for index, part in enumerate(given):
+        if part is not None:
+            require_tensor(op, name if is_whole else f"{name}[{index}]", part)
     return given + (None,) * (parts - len(given))
 
 
@@ -77,7 +82,7 @@ def _with_final(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """A schema takes any number for a flag, and refuses others in its own words."""
     if "output_final_state" not in given:
         return given
-    final = _calls.flag(name, "output_final_state", given["output_final_state"])
+    final = flag(name, "output_final_state", given["output_final_state"])
     return given | {"output_final_state": final}
 
 
@@ -100,6 +105,8 @@ def _forward(op: LinearOperator, given: dict[str, Any]) -> tuple[Tensor, Any]:
 def _step(op: RegisteredOperator, given: dict[str, Any]) -> Tensor:
     own, name = op.signature, f"{op.name}_step"
     given = _cast(op, given)
+    if given["state"] is None:
+        require_tensor(name, "state", None)
     parts = _state(name, "state", given["state"], len(own.states))
     given |= dict(zip(own.states, parts, strict=True))
     if given["state_indices"] is not None:

@@ -21,6 +21,7 @@ from onchip.torch._arguments import (
     TENSOR_NAMES,
     VALUES,
     are_plain,
+    checked,
     is_watched,
     is_watched_eagerly,
     refuse_tangents,
@@ -240,6 +241,7 @@ def run(tensors: Any, values: Any, want_lse: bool) -> Any:
                 return _Attention.apply(*tensors, *values)
             return _record(*_differentiable(tensors), (tensors, values, results))
     require_tensors(tensors)
+    values = checked(FORWARD.name, VALUES, values)
     if not compiling and transforms_active():
         return _Transformed.apply(*tensors, *values)
     return torch.ops.onchip.attention_forward(*tensors, *values)

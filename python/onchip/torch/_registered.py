@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from onchip import _calls
-from onchip.errors import InvalidArgument, Unsupported
+from onchip.errors import Unsupported
 from onchip.torch._arguments import (
     NO_FORWARD_MODE,
     are_plain,
+    checked,
     is_watched,
     refuse_tangents,
+    require_tensor,
     transforms_active,
 )
 from onchip.torch._library import LIBRARY, define
@@ -323,6 +325,9 @@ class RegisteredOperator:
                 results: tuple[Tensor, ...] = _Direct.apply(self, *tensors, *values)
                 return results
             return self.forward(*tensors, *values)
+        kinds = {name: _KINDS[name] for name in self.options}
+        kinds |= dict.fromkeys(self.signature.forward_options, "bool")
+        values = checked(f"{self.name}_forward", kinds, values)
         if not torch.compiler.is_compiling() and transforms_active():
             results = _Transformed.apply(self, *tensors, *values)
             return results
@@ -340,6 +345,7 @@ class RegisteredOperator:
             )
         if plain:
             return self.step(*tensors, *values)
+        values = checked(name, {option: _KINDS[option] for option in own.step_options}, values)
         result: Tensor = self.step_op(*tensors, *values)
         return result
 
@@ -354,10 +360,7 @@ def _examine(
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is None and name not in required:
             continue
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(
-                f"{op}: {name}: got {type(tensor).__name__}, wanted torch tensors"
-            )
+        require_tensor(op, name, tensor)
         differentiate = differentiate or (grad_enabled and tensor.requires_grad)
     return differentiate, are_plain(tensors) and not is_watched(tensors[0])
 

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from onchip._values import flag, number
 from onchip.errors import InvalidArgument, Unsupported
+from onchip.torch._arguments import require_tensor
 from onchip.torch._attention import attention
 from onchip.torch._random import draw_dropout_rng
 
@@ -14,8 +16,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
         if x is None and name == "attn_mask":
             continue
-        if not isinstance(x, Tensor):
-            raise InvalidArgument(f"{_NAME}: {name}: got {type(x).__name__}, wanted a tensor")
+        x = require_tensor(_NAME, name, x)
         if x.is_nested:
             raise Unsupported(
                 f"{_NAME}: {name}: got a nested tensor, wanted a strided one (sequences of "
@@ -118,6 +119,10 @@ def scaled_dot_product_attention(
 
     Differentiable as `onchip.torch.attention` is.
     """
+    is_causal = flag(_NAME, "is_causal", is_causal)
+    enable_gqa = flag(_NAME, "enable_gqa", enable_gqa)
+    dropout_p = number(_NAME, "dropout_p", dropout_p)
+    scale = None if scale is None else number(_NAME, "scale", scale)
     _check(query, key, value, attn_mask, is_causal)
     rank = max(query.dim(), key.dim(), value.dim())
     q, k, v = _heads_apart(query), _heads_apart(key), _heads_apart(value)

@@ -6,9 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip._values import choice, count, flag, number
 from onchip.errors import InvalidArgument
+from onchip.torch._arguments import require_tensor
 from onchip.torch._attention import attention
 from onchip.torch._random import draw_dropout_rng
+from onchip.torch.nn._arguments import (
+    backend_name,
+    made_with,
+    optional_count,
+    optional_number,
+    window_of,
+)
 
 
 class Attention(torch.nn.Module):  # type: ignore[misc, unused-ignore]
@@ -54,9 +63,15 @@ class Attention(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        name = "Attention"
+        embed_dim = count(name, "embed_dim", embed_dim)
+        num_heads = count(name, "num_heads", num_heads)
+        num_kv_heads = optional_count(name, "num_kv_heads", num_kv_heads)
+        head_dim = optional_count(name, "head_dim", head_dim)
+        kv_dim = optional_count(name, "kv_dim", kv_dim)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kv_dim = embed_dim if kv_dim is None else kv_dim
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise InvalidArgument(
                 f"Attention: num_kv_heads: got {num_kv_heads} with num_heads {num_heads}, "
                 "wanted a divisor of num_heads"
@@ -68,6 +83,7 @@ class Attention(torch.nn.Module):  # type: ignore[misc, unused-ignore]
                     f"{num_heads}, or head_dim"
                 )
             head_dim = embed_dim // num_heads
+        dropout_p = number(name, "dropout_p", dropout_p)
         if not 0 <= dropout_p < 1:
             raise InvalidArgument(f"Attention: dropout_p: got {dropout_p}, wanted 0 <= p < 1")
         self.embed_dim = embed_dim
@@ -75,14 +91,14 @@ class Attention(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.kv_dim = kv_dim
-        self.causal = causal
-        self.alignment = alignment
-        self.window = window
-        self.softcap = softcap
-        self.scale = scale
+        self.causal = flag(name, "causal", causal)
+        self.alignment = choice(name, "alignment", alignment, ("bottom_right", "top_left"))
+        self.window = window_of(name, window)
+        self.softcap = number(name, "softcap", softcap)
+        self.scale = optional_number(name, "scale", scale)
         self.dropout_p = dropout_p
-        self.backend = backend
-        made: dict[str, Any] = dict(bias=bias, device=device, dtype=dtype)
+        self.backend = backend_name(name, backend)
+        made = made_with(name, device, dtype) | dict(bias=flag(name, "bias", bias))
         self.q_proj = torch.nn.Linear(embed_dim, num_heads * head_dim, **made)
         self.k_proj = torch.nn.Linear(kv_dim, num_kv_heads * head_dim, **made)
         self.v_proj = torch.nn.Linear(kv_dim, num_kv_heads * head_dim, **made)
@@ -112,7 +128,9 @@ class Attention(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             x's shape. Rows of a sequence's unused tail attend to nothing: they hold out_proj's
             bias.
         """
+        require_tensor("Attention", "x", x)
         context = x if context is None else context
+        require_tensor("Attention", "context", context)
         dropout_p = self.dropout_p if self.training else 0.0
         o = attention(
             self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)),

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip._values import count, flag, number
 from onchip.errors import InvalidArgument
 from onchip.torch._linear import gated_delta_rule, gated_delta_rule_step
+from onchip.torch.nn._arguments import backend_name, chunk, made_with, optional_count
 from onchip.torch.nn._norms import GatedRMSNorm
 from onchip.torch.nn._recurrent import (
     Lengths,
@@ -68,8 +70,16 @@ class GatedDeltaNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        name = "GatedDeltaNet"
+        embed_dim = count(name, "embed_dim", embed_dim)
+        num_heads = count(name, "num_heads", num_heads)
+        head_dim = count(name, "head_dim", head_dim)
+        num_heads_v = optional_count(name, "num_heads_v", num_heads_v)
+        head_dim_v = optional_count(name, "head_dim_v", head_dim_v)
+        conv_size = count(name, "conv_size", conv_size)
+        conv_bias = flag(name, "conv_bias", conv_bias)
         num_heads_v = num_heads if num_heads_v is None else num_heads_v
-        if num_heads < 1 or num_heads_v < 1 or num_heads_v % num_heads:
+        if num_heads_v % num_heads:
             raise InvalidArgument(
                 f"GatedDeltaNet: num_heads_v: got {num_heads_v} with num_heads {num_heads}, "
                 "wanted a multiple of num_heads"
@@ -78,10 +88,10 @@ class GatedDeltaNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self.num_heads_v = num_heads_v
         self.head_dim = head_dim
         self.head_dim_v = 2 * head_dim if head_dim_v is None else head_dim_v
-        self.allow_neg_eigval = allow_neg_eigval
-        self.chunk_len = chunk_len
-        self.backend = backend
-        made: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.allow_neg_eigval = flag(name, "allow_neg_eigval", allow_neg_eigval)
+        self.chunk_len = chunk(name, chunk_len)
+        self.backend = backend_name(name, backend)
+        made = made_with(name, device, dtype)
         dim_k, dim_v = num_heads * head_dim, num_heads_v * self.head_dim_v
 
         def linear(inputs: int, outputs: int) -> torch.nn.Linear:
@@ -101,11 +111,12 @@ class GatedDeltaNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self.A_log = remembers(rates.log())
         self.dt_bias = remembers(time_step_bias(num_heads_v, 1e-3, 0.1, device, wide))
         self.g_proj = linear(embed_dim, dim_v)
-        self.o_norm = GatedRMSNorm(self.head_dim_v, eps=norm_eps, **made)
+        self.o_norm = GatedRMSNorm(self.head_dim_v, eps=number(name, "norm_eps", norm_eps), **made)
         self.o_proj = linear(dim_v, embed_dim)
 
     def new_state(self, num_seqs: int) -> RecurrentState:
         """That of sequences that have not begun."""
+        num_seqs = count("GatedDeltaNet", "num_seqs", num_seqs, 0)
         weight = self.q_proj.weight
         heads = (num_seqs, self.num_heads_v, self.head_dim, self.head_dim_v)
         return RecurrentState(

@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip._linear.calls import limits
+from onchip._values import count, number
 from onchip.errors import InvalidArgument
 from onchip.torch._linear import mamba2, mamba2_step
+from onchip.torch.nn._arguments import backend_name, chunk, made_with
 from onchip.torch.nn._norms import GatedRMSNorm
 from onchip.torch.nn._recurrent import (
     Lengths,
@@ -62,14 +65,21 @@ class Mamba2(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        name = "Mamba2"
+        embed_dim = count(name, "embed_dim", embed_dim)
+        state_dim = count(name, "state_dim", state_dim)
+        expand = count(name, "expand", expand)
+        head_dim = count(name, "head_dim", head_dim)
+        num_groups = count(name, "num_groups", num_groups)
+        conv_size = count(name, "conv_size", conv_size)
         inner = expand * embed_dim
-        if head_dim < 1 or inner % head_dim:
+        if inner % head_dim:
             raise InvalidArgument(
                 f"Mamba2: head_dim: got {head_dim}, wanted a divisor of expand * embed_dim = "
                 f"{inner}"
             )
         self.num_heads = inner // head_dim
-        if num_groups < 1 or self.num_heads % num_groups:
+        if self.num_heads % num_groups:
             raise InvalidArgument(
                 f"Mamba2: num_groups: got {num_groups}, wanted a divisor of the "
                 f"{self.num_heads} heads"
@@ -77,10 +87,10 @@ class Mamba2(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self.head_dim = head_dim
         self.num_groups = num_groups
         self.state_dim = state_dim
-        self.dt_limit = dt_limit
-        self.chunk_len = chunk_len
-        self.backend = backend
-        made: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.dt_limit = limits(name, dt_limit)
+        self.chunk_len = chunk(name, chunk_len)
+        self.backend = backend_name(name, backend)
+        made = made_with(name, device, dtype)
         shared = num_groups * state_dim
         self._parts = (inner, inner + 2 * shared, self.num_heads)
         self._convolved = (inner, shared, shared)
@@ -92,12 +102,17 @@ class Mamba2(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self.A_log = remembers(rates.log())
         self.D = remembers(torch.ones(self.num_heads, device=device, dtype=wide))
         self.norm = GatedRMSNorm(
-            inner, eps=norm_eps, group_size=inner // num_groups, gate_first=True, **made
+            inner,
+            eps=number(name, "norm_eps", norm_eps),
+            group_size=inner // num_groups,
+            gate_first=True,
+            **made,
         )
         self.out_proj = torch.nn.Linear(inner, embed_dim, bias=False, **made)
 
     def new_state(self, num_seqs: int) -> RecurrentState:
         """That of sequences that have not begun."""
+        num_seqs = count("Mamba2", "num_seqs", num_seqs, 0)
         weight = self.in_proj.weight
         heads = (num_seqs, self.num_heads, self.head_dim, self.state_dim)
         return RecurrentState(

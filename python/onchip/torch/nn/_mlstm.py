@@ -6,10 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip._values import count, flag, number
 from onchip.errors import InvalidArgument
 from onchip.torch._linear import mlstm, mlstm_step
+from onchip.torch.nn._arguments import backend_name, chunk, made_with
 from onchip.torch.nn._norms import HeadNorm
 from onchip.torch.nn._recurrent import Lengths, RecurrentState, Rows, recur, wide_dtype
+
+
+def _channels(name: str, factor: Any, embed_dim: int, num_heads: int) -> int:
+    channels = number("MLSTM", name, factor) * embed_dim
+    if not 1 <= channels < 2**63 or int(channels) % num_heads:
+        raise InvalidArgument(
+            f"MLSTM: {name}: got {factor}, {channels:.0f} channels with {num_heads} heads, wanted "
+            "a multiple"
+        )
+    return int(channels)
 
 
 class MLSTM(torch.nn.Module):  # type: ignore[misc, unused-ignore]
@@ -55,21 +67,22 @@ class MLSTM(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dim_qk, dim_v = int(embed_dim * qk_dim_factor), int(embed_dim * v_dim_factor)
-        for name, dim in (("qk_dim_factor", dim_qk), ("v_dim_factor", dim_v)):
-            if num_heads < 1 or dim % num_heads:
-                raise InvalidArgument(
-                    f"MLSTM: {name}: got {dim} channels with {num_heads} heads, wanted a multiple"
-                )
+        name = "MLSTM"
+        embed_dim = count(name, "embed_dim", embed_dim)
+        num_heads = count(name, "num_heads", num_heads)
+        dim_qk = _channels("qk_dim_factor", qk_dim_factor, embed_dim, num_heads)
+        dim_v = _channels("v_dim_factor", v_dim_factor, embed_dim, num_heads)
+        bias = flag(name, "bias", bias)
         self.num_heads = num_heads
         self.head_dim = dim_qk // num_heads
         self.head_dim_v = dim_v // num_heads
-        self.gate_soft_cap = gate_soft_cap
-        self.num_blocks = num_blocks
-        self.eps = eps
-        self.chunk_len = chunk_len
-        self.backend = backend
-        made: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.gate_soft_cap = number(name, "gate_soft_cap", gate_soft_cap)
+        self.num_blocks = count(name, "num_blocks", num_blocks)
+        self.eps = number(name, "eps", eps)
+        self.chunk_len = chunk(name, chunk_len)
+        self.backend = backend_name(name, backend)
+        made = made_with(name, device, dtype)
+        norm_eps = number(name, "norm_eps", norm_eps)
         self.q = torch.nn.Linear(embed_dim, dim_qk, bias=bias, **made)
         self.k = torch.nn.Linear(embed_dim, dim_qk, bias=bias, **made)
         self.v = torch.nn.Linear(embed_dim, dim_v, bias=bias, **made)
@@ -102,6 +115,7 @@ class MLSTM(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
     def new_state(self, num_seqs: int) -> RecurrentState:
         """That of sequences that have not begun."""
+        num_seqs = count("MLSTM", "num_seqs", num_seqs, 0)
         weight = self.q.weight
         wide = wide_dtype(weight.dtype)
         keys = (num_seqs, self.num_heads, self.head_dim)

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from onchip._values import count, flag, number
+from onchip.torch._arguments import require_tensor
 from onchip.torch._linear import rms_norm_gated
+from onchip.torch.nn._arguments import made_with, optional_count
 from onchip.torch.nn._recurrent import wide_dtype
 
 
@@ -31,12 +34,16 @@ class GatedRMSNorm(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        name = "GatedRMSNorm"
+        dim = count(name, "dim", dim)
+        self.eps = number(name, "eps", eps)
+        group_size = optional_count(name, "group_size", group_size)
         self.group_size = dim if group_size is None else group_size
-        self.gate_first = gate_first
-        self.weight = torch.nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        self.gate_first = flag(name, "gate_first", gate_first)
+        self.weight = torch.nn.Parameter(torch.ones(dim, **made_with(name, device, dtype)))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        require_tensor("GatedRMSNorm", "gate", gate)
         y: Tensor = rms_norm_gated(
             x,
             gate=gate,

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from onchip._values import refuse
 from onchip.errors import InvalidArgument
-from onchip.torch._arguments import integers
+from onchip.torch._arguments import integers, require_tensor
 from onchip.torch._linear import causal_conv1d, causal_conv1d_step
 
 Lengths: TypeAlias = Tensor | Sequence[int]
@@ -84,15 +85,18 @@ class Rows:
         cu_seqlens: Lengths | None,
         seqlens: Lengths | None,
     ) -> None:
+        require_tensor(layer, "x", x)
+        if state is not None and not isinstance(state, RecurrentState):
+            refuse(layer, "state", state, "what the layer's new_state made, or None")
         self.packed = cu_seqlens is not None
-        if x.dim() != (2 if self.packed else 3):
-            wanted = "[total, embed_dim] (cu_seqlens given)" if self.packed else "[batch, T, ..]"
-            raise InvalidArgument(f"{layer}: x: got shape {tuple(x.shape)}, wanted {wanted}")
         self.cu_seqlens = self.seqlens = None
         if cu_seqlens is not None:
             self.cu_seqlens = integers(layer, "cu_seqlens", cu_seqlens).to(x.device)
         if seqlens is not None:
             self.seqlens = integers(layer, "seqlens", seqlens).to(x.device)
+        if x.dim() != (2 if self.packed else 3):
+            wanted = "[total, embed_dim] (cu_seqlens given)" if self.packed else "[batch, T, ..]"
+            raise InvalidArgument(f"{layer}: x: got shape {tuple(x.shape)}, wanted {wanted}")
         self.num_seqs = x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         if state is not None and state.seen.shape[0] != self.num_seqs:
             raise InvalidArgument(

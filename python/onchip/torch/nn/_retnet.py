@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip._values import count, number
 from onchip.errors import InvalidArgument
 from onchip.torch._linear import retention, retention_step, rms_norm_gated
+from onchip.torch.nn._arguments import backend_name, chunk, made_with
 from onchip.torch.nn._recurrent import Lengths, RecurrentState, Rows, recur, wide_dtype
 
 
@@ -41,7 +43,11 @@ class RetNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % (2 * num_heads):
+        name = "RetNet"
+        embed_dim = count(name, "embed_dim", embed_dim)
+        num_heads = count(name, "num_heads", num_heads)
+        value_factor = count(name, "value_factor", value_factor)
+        if embed_dim % (2 * num_heads):
             raise InvalidArgument(
                 f"RetNet: num_heads: got {num_heads} with embed_dim {embed_dim}, wanted heads of "
                 "an even number of channels"
@@ -49,10 +55,10 @@ class RetNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.head_dim_v = value_factor * self.head_dim
-        self.norm_eps = norm_eps
-        self.chunk_len = chunk_len
-        self.backend = backend
-        made: dict[str, Any] = dict(bias=False, device=device, dtype=dtype)
+        self.norm_eps = number(name, "norm_eps", norm_eps)
+        self.chunk_len = chunk(name, chunk_len)
+        self.backend = backend_name(name, backend)
+        made = made_with(name, device, dtype) | dict(bias=False)
         dim_v = value_factor * embed_dim
         self.q_proj = torch.nn.Linear(embed_dim, embed_dim, **made)
         self.k_proj = torch.nn.Linear(embed_dim, embed_dim, **made)
@@ -69,6 +75,7 @@ class RetNet(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
     def new_state(self, num_seqs: int) -> RecurrentState:
         """That of sequences that have not begun."""
+        num_seqs = count("RetNet", "num_seqs", num_seqs, 0)
         weight = self.q_proj.weight
         heads = (num_seqs, self.num_heads, self.head_dim, self.head_dim_v)
         return RecurrentState(
