@@ -75,11 +75,15 @@ void load_bias(const ForwardTask& task, const RowTable& rows, const PanelKeys& k
       }
     }
   }
+  const int columns = scores.column_stride == 0 ? 1 : count;
   for (int lane = 0; lane < kRows; ++lane) {
-    for (int j = 0; j < count; ++j) {
+    for (int j = 0; j < columns; ++j) {
       adjust[j * kRows + lane] =
           load_number<T>(bias[lane] + j * scores.column_stride, scores.dtype);
     }
+  }
+  for (int j = columns; j < count; ++j) {
+    std::memcpy(adjust + j * kRows, adjust, kRows * sizeof(T));
   }
 }
 
