@@ -4,20 +4,19 @@
 // - one pass, a task a (sequence, kv head): the scores are computed once, 5 products in all;
 // - two passes, a task a block of query rows for dq and a task a chunk of keys for dk and dv: 7
 //   products, but as many tasks as threads could want.
-// dbias is a third kind of task: each owns a tile of dbias and goes through all that is summed into
-// it, in ascending order of sequence, head, key and row. That costs 2 products more, and neither
-// memory nor any order between tasks.
+// dbias is a third kind of task (attention_backward_bias.hpp): 2 products more.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
-#include <iterator>
 #include <limits>
 #include <string>
 
 #include "core/ceil_div.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/attention.hpp"
+#include "cpu/attention_backward_bias.hpp"
+#include "cpu/attention_backward_host.hpp"
 #include "cpu/attention_host.hpp"
 
 namespace onchip::cpu {
@@ -39,78 +38,8 @@ enum Word : std::size_t {
   kScratchBytes,  // of a worker, like the next two
   kSumsBytes,     // 0: no one-pass plan for 16-bit inputs
   kBiasBytes,
+  kBiasPartsBytes,  // of the call
 };
-
-std::int64_t arithmetic_size(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
-
-bool has_rows(const AttentionProblem& problem, RowAxis axis) {
-  const bool q = axis == RowAxis::q;
-  return (problem.packed || problem.num_seqs > 0) && (q ? problem.slot_q : problem.slot_kv) > 0 &&
-         (q ? problem.num_heads_q : problem.num_heads_kv) > 0;
-}
-
-bool wants_dq(const AttentionBackwardProblem& problem) {
-  return problem.dq.wanted && problem.head_dim_qk > 0 && has_rows(problem, RowAxis::q);
-}
-bool wants_dk(const AttentionBackwardProblem& problem) {
-  return problem.dk.wanted && problem.head_dim_qk > 0 && has_rows(problem, RowAxis::kv);
-}
-bool wants_dv(const AttentionBackwardProblem& problem) {
-  return problem.dv.wanted && problem.head_dim_v > 0 && has_rows(problem, RowAxis::kv);
-}
-bool wants_dbias(const AttentionBackwardProblem& problem) {
-  return problem.dbias.wanted && std::all_of(problem.dbias_shape, problem.dbias_shape + 4,
-                                             [](std::int64_t extent) { return extent > 0; });
-}
-bool wants_dsink(const AttentionBackwardProblem& problem) {
-  return problem.dsink.wanted && problem.num_heads_q > 0;
-}
-bool has_output(const AttentionBackwardProblem& problem) {
-  return wants_dq(problem) || wants_dk(problem) || wants_dv(problem) || wants_dbias(problem) ||
-         wants_dsink(problem);
-}
-
-// Sums of a dbias tile: [chunk_keys][tile_rows] in the type of the arithmetic.
-std::size_t bias_bytes(const BackwardShape& shape) {
-  return static_cast<std::size_t>(shape.chunk_keys * shape.tile_rows *
-                                  arithmetic_size(shape.dtype));
-}
-
-struct Span {
-  std::int64_t begin;
-  std::int64_t end;
-};
-
-// Sequences with anything to go through.
-std::int64_t live_sequences(const AttentionProblem& problem) {
-  return has_rows(problem, RowAxis::q) || has_rows(problem, RowAxis::kv) ? problem.num_seqs : 0;
-}
-
-// K, V and their gradients of a chunk, and a block's rows in both layouts, share the outer private
-// cache of a core; wide heads take smaller ones.
-BackwardShape backward_shape(const AttentionBackwardProblem& problem) {
-  const AttentionOptions& options = problem.options;
-  BackwardShape shape;
-  shape.dtype = problem.dtype;
-  shape.head_dim_qk = problem.head_dim_qk;
-  shape.head_dim_v = problem.head_dim_v;
-  const std::int64_t row_bytes =
-      (problem.head_dim_qk + problem.head_dim_v) * arithmetic_size(problem.dtype);
-  struct Tiles {
-    std::int64_t row_bytes, tile_rows, chunk_keys;
-  };
-  constexpr Tiles kTiles[] = {
-      {512, 96, 384}, {1024, 96, 288}, {2048, 96, 96}, {3072, 64, 96}, {4096, 64, 48}};
-  static_assert(std::end(kTiles)[-1].row_bytes == 2 * kMaxHeadDim * std::int64_t{sizeof(double)});
-  const Tiles* tiles = kTiles;
-  while (tiles->row_bytes < row_bytes) ++tiles;
-  shape.tile_rows = tiles->tile_rows;
-  shape.chunk_keys = tiles->chunk_keys;
-  shape.adjusts_scores = options.bias.wanted || options.mask.wanted ||
-                         options.alibi_slopes.wanted || options.q_segment_ids.wanted;
-  shape.dropout = options.dropout_p > 0.0;
-  return shape;
-}
 
 // Adds up workspace; views with stride 0 may ask for more than any address space has.
 class Bytes {
@@ -211,8 +140,10 @@ class BackwardRun {
         rows_(problem, RowAxis::q, shape_.tile_rows, tables(workspace)),
         keys_(problem, RowAxis::kv, key_task_size(problem, shape_, workers_),
               tables(workspace) + live_sequences(problem)),
+        bias_(problem, shape_),
         shift_(workspace + plan.words[kTableBytes]),
-        worker_memory_(shift_ + plan.words[kShiftBytes]) {}
+        bias_parts_(shift_ + plan.words[kShiftBytes]),
+        worker_memory_(bias_parts_ + plan.words[kBiasPartsBytes]) {}
 
   void run();
 
@@ -224,16 +155,14 @@ class BackwardRun {
   std::byte* sums(std::int32_t worker) const { return scratch(worker) + scratch_bytes_; }
   std::byte* bias_sums(std::int32_t worker) const { return sums(worker) + sums_bytes_; }
 
-  BackwardTask task(std::int64_t n, const SequenceRange& s, std::int64_t kv_head) const;
+  BackwardTask task(std::int64_t n, const SequenceRange& s, std::int64_t kv_head) const {
+    return backward_task(problem_, shape_, shift_, n, s, kv_head);
+  }
   bool one_pass() const;
   void run_list(std::int64_t index, std::int32_t worker) const;
   void run_rows(std::int64_t index, std::int32_t worker) const;
   void run_keys(std::int64_t index, std::int32_t worker) const;
-  std::int64_t bias_tiles(int axis) const;
-  std::int64_t bias_tasks() const;
   void run_bias(std::int64_t index, std::int32_t worker) const;
-  template <typename T>
-  void store_bias(const std::int64_t (&origin)[4], const T* sums) const;
   void sum_sink(std::int64_t head) const;
   void clear_slack() const;
 
@@ -247,25 +176,11 @@ class BackwardRun {
   const std::size_t worker_bytes_;
   const BlockTable rows_;
   const BlockTable keys_;
+  const BiasGradient bias_;
   std::byte* const shift_;  // [batch][head][row]: d_lse - sum(o dO)
+  std::byte* const bias_parts_;
   std::byte* const worker_memory_;
 };
-
-BackwardTask BackwardRun::task(std::int64_t n, const SequenceRange& s, std::int64_t kv_head) const {
-  const std::int64_t head = kv_head * group_;
-  const std::int64_t size = arithmetic_size(problem_.dtype);
-  BackwardTask task;
-  static_cast<ForwardTask&>(task) = attention_task(problem_, n, s, kv_head);
-  task.shape = shape_;
-  task.row_end = s.q_len * group_;
-  task.key_end = s.kv_len;
-  task.d_o = unit_rows(problem_.d_o, s.batch, s.q_begin, head);
-  task.d_lse = unit_rows(problem_.d_lse, s.batch, s.q_begin, head);
-  task.shift = {
-      shift_ + ((s.batch * problem_.num_heads_q + head) * problem_.slot_q + s.q_begin) * size,
-      problem_.slot_q * size, size};
-  return task;
-}
 
 // Where there are fewer lists than threads could share evenly, the two products that two passes
 // cost more are less than what idle threads cost.
@@ -315,6 +230,10 @@ void BackwardRun::run_rows(std::int64_t index, std::int32_t worker) const {
   unit_.backward(rows, scratch(worker));
 }
 
+void BackwardRun::run_bias(std::int64_t index, std::int32_t worker) const {
+  bias_.run(index, unit_, {shift_, scratch(worker), bias_sums(worker), bias_parts_});
+}
+
 void BackwardRun::run_keys(std::int64_t index, std::int32_t worker) const {
   const BlockTable::Block block = keys_.block(index);
   const SequenceRange& s = block.range;
@@ -324,80 +243,6 @@ void BackwardRun::run_keys(std::int64_t index, std::int32_t worker) const {
   if (wants_dk(problem_)) keys.dk = unit_rows(problem_.dk, s.batch, s.kv_begin, block.kv_head);
   if (wants_dv(problem_)) keys.dv = unit_rows(problem_.dv, s.batch, s.kv_begin, block.kv_head);
   unit_.backward(keys, scratch(worker));
-}
-
-// ---- dbias --------------------------------------------------------------------------------------
-
-// Sequences and heads are taken one by one, rows and columns in the blocks of a task.
-std::int64_t BackwardRun::bias_tiles(int axis) const {
-  const std::int64_t sizes[] = {1, 1, shape_.tile_rows, shape_.chunk_keys};
-  return ceil_div(problem_.dbias_shape[axis], sizes[axis]);
-}
-
-std::int64_t BackwardRun::bias_tasks() const {
-  if (!wants_dbias(problem_)) return 0;
-  return bias_tiles(0) * bias_tiles(1) * bias_tiles(2) * bias_tiles(3);
-}
-
-void BackwardRun::run_bias(std::int64_t index, std::int32_t worker) const {
-  std::int64_t origin[4];
-  for (int axis = 3; axis >= 0; --axis) {
-    origin[axis] = index % bias_tiles(axis);
-    index /= bias_tiles(axis);
-  }
-  origin[2] *= shape_.tile_rows;
-  origin[3] *= shape_.chunk_keys;
-  // A broadcast axis is gone through as a whole.
-  const auto part = [&](int axis, std::int64_t size, std::int64_t all) {
-    if (problem_.dbias_shape[axis] == 1) return Span{0, all};
-    return Span{std::min(origin[axis], all), std::min(origin[axis] + size, all)};
-  };
-  std::byte* sums = bias_sums(worker);
-  std::memset(sums, 0, bias_bytes(shape_));
-  const Span sequences = part(0, 1, live_sequences(problem_));
-  for (std::int64_t n = sequences.begin; n < sequences.end; ++n) {
-    const SequenceRange s = problem_.sequence(n);
-    const Span heads = part(1, 1, problem_.num_heads_q);
-    const Span rows = part(2, shape_.tile_rows, s.q_len);
-    const Span keys = part(3, shape_.chunk_keys, s.kv_len);
-    if (rows.begin == rows.end || keys.begin == keys.end) continue;
-    for (std::int64_t head = heads.begin; head < heads.end; ++head) {
-      BackwardTask scores = task(n, s, head / group_);
-      scores.row_begin = head % group_ * s.q_len + rows.begin;
-      scores.row_end = head % group_ * s.q_len + rows.end;
-      scores.key_begin = keys.begin;
-      scores.key_end = keys.end;
-      scores.bias_sums = sums;
-      unit_.backward(scores, scratch(worker));
-    }
-  }
-  if (problem_.dtype == DType::f64) {
-    store_bias(origin, reinterpret_cast<const double*>(sums));
-  } else {
-    store_bias(origin, reinterpret_cast<const float*>(sums));
-  }
-}
-
-template <typename T>
-void BackwardRun::store_bias(const std::int64_t (&origin)[4], const T* sums) const {
-  const std::int64_t* extents = problem_.dbias_shape;
-  const std::int64_t rows = std::min(shape_.tile_rows, extents[2] - origin[2]);
-  const std::int64_t columns = std::min(shape_.chunk_keys, extents[3] - origin[3]);
-  // What stands for one element.
-  const std::int64_t lanes = extents[2] == 1 ? shape_.tile_rows : 1;
-  const std::int64_t keys = extents[3] == 1 ? shape_.chunk_keys : 1;
-  for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t j = 0; j < columns; ++j) {
-      double sum = 0.0;
-      for (std::int64_t key = j; key < j + keys; ++key) {
-        for (std::int64_t lane = i; lane < i + lanes; ++lane) {
-          sum += static_cast<double>(sums[key * shape_.tile_rows + lane]);
-        }
-      }
-      store_from_double(problem_.dbias.at(origin[0], origin[1], origin[2] + i, origin[3] + j),
-                        problem_.dbias.dtype, sum);
-    }
-  }
 }
 
 // ---- dsink --------------------------------------------------------------------------------------
@@ -503,7 +348,7 @@ void BackwardRun::run() {
   const std::int64_t row_tasks = !lists && wants_dq(problem_) ? rows_.count() : 0;
   const std::int64_t key_tasks =
       !lists && (wants_dk(problem_) || wants_dv(problem_)) ? keys_.count() : 0;
-  parallel_for(list_tasks + row_tasks + key_tasks + bias_tasks(), workers_,
+  parallel_for(list_tasks + row_tasks + key_tasks + bias_.tasks(), workers_,
                [&](std::int64_t index, std::int32_t worker) {
                  const std::int64_t row = index - list_tasks;
                  const std::int64_t key = row - row_tasks;
@@ -518,6 +363,7 @@ void BackwardRun::run() {
                    run_bias(bias, worker);
                  }
                });
+  bias_.finish(bias_parts_, workers_);
   clear_slack();
 }
 
@@ -552,10 +398,12 @@ PlanResult plan_attention_backward(const AttentionBackwardProblem& problem,
       plan.words[kSumsBytes] = worker_sums;
     }
   }
-  plan.words[kBiasBytes] = wants_dbias(problem) ? rounded_up(bias_bytes(shape)) : 0;
+  const BiasGradient bias(problem, shape);
+  plan.words[kBiasBytes] = bias.worker_bytes();
+  plan.words[kBiasPartsBytes] = bias.parts_bytes();
   if (!bytes.fit()) return Reject{"the workspace would not fit in any address space"};
   plan.workspace_bytes =
-      plan.words[kTableBytes] + plan.words[kShiftBytes] +
+      plan.words[kTableBytes] + plan.words[kShiftBytes] + plan.words[kBiasPartsBytes] +
       static_cast<std::size_t>(workers) *
           (plan.words[kScratchBytes] + plan.words[kSumsBytes] + plan.words[kBiasBytes]);
   plan.workspace_alignment = kScratchAlignment;
