@@ -154,11 +154,12 @@ class BackwardWorker {
       pairs = {};
       sink = kMinusInfinity;
     }
-    // dO of a row that sees no key has no influence, whatever it holds; o may still be non-zero
-    // where it is the result over more keys than these.
-    double delta = 0.0;
-    for (std::int64_t d = 0; d < dim_v; ++d) {
-      if (!pairs.empty() || o_row_[d] != 0.0) delta += d_o_row_[d] * o_row_[d];
+    // In the order of dP: a row with all its weight on one key has dS exactly 0. dO of a row that
+    // sees no key has no influence, whatever it holds; o may still be non-zero where it is the
+    // result over more keys than these.
+    double delta = pairs.empty() ? 0.0 : dot(d_o_row_, o_row_, dim_v);
+    for (std::int64_t d = 0; d < dim_v && pairs.empty(); ++d) {
+      if (o_row_[d] != 0.0) delta += d_o_row_[d] * o_row_[d];
     }
 
     for (const Pair& pair : pairs) {

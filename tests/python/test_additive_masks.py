@@ -4,6 +4,7 @@ Public reports: pytorch #109517, #110213, #153799, jax #28974, #30593, #27184, #
 flash-attention #17.
 """
 
+import ml_dtypes
 import numpy as np
 import pytest
 from harness import (
@@ -13,6 +14,7 @@ from harness import (
     assert_same_bits,
     backward,
     check,
+    check_backward,
     check_forward,
     draw,
     draw_qkv,
@@ -50,6 +52,29 @@ def test_the_most_negative_finite_number_in_a_whole_row_averages_it(backend, dty
         # log(441) is lost in an fp32 lse of -3e38: the row's gradient has no digits, but no NaN.
         gradients = backward(backend, o, q, k, v, o, lse, bias=bias)
         assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:4])
+
+
+@pytest.mark.parametrize("bias_dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_the_least_number_of_any_bias_and_minus_infinity(backend, dtype, bias_dtype):
+    """In columns, in whole rows, and rows of both."""
+    rng = np.random.default_rng(12)
+    q, k, v = draw_qkv(rng, dtype, 1, 40, 150, heads=(2, 1))
+    lowest = ml_dtypes.finfo(bias_dtype).min
+    bias = draw(rng, (1, 2, 40, 150), bias_dtype)
+    bias[..., 30:40], bias[..., 40:50] = lowest, -np.inf
+    bias[..., 17, :], bias[..., 18, :] = lowest, -np.inf
+    bias[..., 19, :70], bias[..., 19, 70:] = lowest, -np.inf
+    o, lse = check_forward(backend, q, k, v, bias=bias)
+    assert not np.asarray(o[:, 18], np.float64).any() and np.isneginf(lse[..., 18]).all()
+    if backend not in BACKWARD_BACKENDS:
+        return
+    d_o = draw(rng, o.shape, dtype)
+    gradients = backward(backend, d_o, q, k, v, o, lse, bias=bias)
+    assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in gradients[:4])
+    # The lse of rows 17 and 19 may have no digits left: the rest has all of its own.
+    d_o[:, [17, 19]] = 0
+    check_backward(backend, d_o, q, k, v, o, lse, bias=bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -94,6 +119,23 @@ def test_broadcast_equals_expanded(backend, kind, axes):
         d_o = draw(np.random.default_rng(o.size), o.shape, o.dtype)
         expanded = backward(backend, d_o, q, k, v, o, lse, **{kind: stretched})
         assert_same_bits(expanded[:3], gradients[:3])
+
+
+@pytest.mark.parametrize("axes", range(16), ids="{:04b}".format)
+def test_the_gradient_of_every_broadcast_with_any_number_of_threads(grad_backend, axes):
+    rng = np.random.default_rng(axes)
+    q, k, v = draw_qkv(rng, np.float32, 2, 100, 390, heads=(4, 2), dims=(8, 8))
+    d_o = draw(rng, q.shape, np.float32)
+    shape = [1 if axes >> axis & 1 else size for axis, size in enumerate((2, 4, 100, 390))]
+    bias = draw(rng, shape, np.float32)
+    before = onchip.get_num_threads()
+    try:
+        onchip.set_num_threads(1)
+        o, lse, wanted = check(grad_backend, q, k, v, d_o=d_o, bias=bias)
+        onchip.set_num_threads(2)
+        assert_same_bits(backward(grad_backend, d_o, q, k, v, o, lse, bias=bias), wanted)
+    finally:
+        onchip.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", ["mask", "bias"])

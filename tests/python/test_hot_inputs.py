@@ -27,6 +27,25 @@ def test_softmax_over_one_token(backend, dtype):
     compare.assert_bitwise("o", o, v)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dims", [(16, 16), (7, 130)], ids=str)
+def test_a_single_score_has_no_gradient(grad_backend, dims, dtype):
+    """Softmax of one score is 1 whatever it is: dQ = dK = 0 exactly, dV is the sum of its dO."""
+    rng = np.random.default_rng(6)
+    q, k, v = draw_qkv(rng, dtype, 2, 33, 1, heads=(4, 2), dims=dims, size=3)
+    _, _, of_one_key = check(grad_backend, q, k, v)
+    _, _, of_one_token = check(grad_backend, q[:, :1, ::2], k, v, d_o=v)
+    compare.assert_same_value("dv", of_one_token.dv, v)
+    # Row i sees key 99 - i.
+    q, k, v = draw_qkv(rng, dtype, 1, 100, dims=dims, size=3)
+    mask = np.eye(100, dtype=bool)[None, None, ::-1]
+    _, _, of_one_visible = check(grad_backend, q, k, v, d_o=v, mask=mask)
+    compare.assert_same_value("dv", of_one_visible.dv, v[:, ::-1])
+    for gradients in (of_one_key, of_one_token, of_one_visible):
+        assert not np.asarray(gradients.dq, np.float64).any()
+        assert not np.asarray(gradients.dk, np.float64).any()
+
+
 def test_three_sigma_inputs_at_length_1024(backend):
     q, k, v = draw_qkv(
         np.random.default_rng(2), np.float16, 1, 1024, heads=(1, 1), dims=(128, 128), size=3

@@ -162,5 +162,32 @@ def test_a_poisoned_output_gradient_of_an_empty_row(grad_backend):
     assert_same_bits(backward(grad_backend, d_o, q, k, v, o, lse, causal=True), clean)
 
 
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("where", ["q", "d_o", "d_lse"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_a_bad_row_reaches_the_gradients_of_what_it_sees(grad_backend, where, bad, dtype):
+    """Row 70 of head 1: its own dQ, and dK and dV of the keys in its window, in its kv head."""
+    rng = np.random.default_rng(8)
+    window = dict(window=(20, 10))
+    q, k, v = draw_qkv(rng, dtype, 2, 150, heads=(4, 2))
+    d_o = draw(rng, q.shape, dtype)
+    d_lse = draw(rng, (2, 4, 150), compare.lse_dtype(dtype))
+    o, lse = forward(grad_backend, q, k, v, **window)
+    clean = backward(grad_backend, d_o, q, k, v, o, lse, d_lse=d_lse, **window)
+    if where == "q":
+        q[1, 70, 1, 5] = bad
+        o, lse = forward(grad_backend, q, k, v, **window)
+    elif where == "d_o":
+        d_o[1, 70, 1, 5] = bad
+    else:
+        d_lse[1, 1, 70] = bad
+    dirty = check_backward(grad_backend, d_o, q, k, v, o, lse, d_lse=d_lse, **window)
+    assert not np.isfinite(dirty.dq[1, 70, 1].astype(np.float64)).any()
+    for name, rows, head in (("dq", 70, 1), ("dk", slice(50, 81), 0), ("dv", slice(50, 81), 0)):
+        got, want = getattr(dirty, name), getattr(clean, name)
+        got[1, rows, head] = want[1, rows, head]
+        compare.assert_bitwise(name, got, want)
+
+
 def test_exact_backends_have_a_backward():
     assert set(EXACT_BACKENDS) <= set(BACKWARD_BACKENDS)

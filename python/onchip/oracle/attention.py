@@ -161,7 +161,8 @@ def _product_over_visible(weights, rows, visible):
     so only rows with a non-finite entry need care: 0 * NaN would leak them.
     """
     finite = np.isfinite(rows)
-    result = weights @ np.where(finite, rows, 0)
+    with np.errstate(invalid="ignore"):
+        result = weights @ np.where(finite, rows, 0)
     for j in np.unique(np.nonzero(~finite)[1]):
         weight = weights[:, :, j, None]
         with np.errstate(invalid="ignore"):
@@ -225,7 +226,7 @@ def _forward_sequence(q, k, v, sequence, options, arithmetic, for_backward=False
     )
     largest = columns.max(axis=2, keepdims=True)
     shift = np.where(largest == -np.inf, 0, largest)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         weights = np.exp(columns - shift)
         total = weights.sum(axis=2, keepdims=True)
         lse = (np.log(total) + shift)[:, :, 0]
