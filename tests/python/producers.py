@@ -1,10 +1,12 @@
 """Arrays of no known library, as DLPack describes them: what a consumer must cope with, and a count
-of what it gave back."""
+of what it gave back; and how the tests look at what the extension module made of an array."""
 
 import ctypes
 from typing import NamedTuple
 
 import numpy as np
+
+from onchip import _native
 
 INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
 CPU, CUDA, CUDA_HOST, ROCM = 1, 2, 3, 10
@@ -222,3 +224,27 @@ class StandardArray:
 
     def __dlpack__(self, **keywords):
         return self.array.__dlpack__(**keywords)
+
+
+# ---- what the extension module sees
+
+
+def qkv(dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6)]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def read(value, *, dtype=None, writable=False, stream=0):
+    return _native.tensor("op", "x", value, dtype, writable, stream)
+
+
+def contents(tensor, dtype):
+    """The values that a Tensor of host memory shows."""
+    if 0 in tensor.shape:
+        return np.empty(tensor.shape, dtype)
+    spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.byte_strides, strict=True)]
+    low, high = sum(s for s in spans if s < 0), sum(s for s in spans if s > 0)
+    size = np.dtype(dtype).itemsize
+    memory = (ctypes.c_char * (high - low + size)).from_address(tensor.address + low)
+    return np.ndarray(tensor.shape, dtype, memory, -low, tensor.byte_strides).copy()

@@ -153,7 +153,7 @@ def test_moved_copied_and_described():
 def test_refusals():
     for arguments, options, words in (
         ((24, 6, 4), {}, "num_kv_heads: got 4"),
-        ((24, 0), {}, "num_kv_heads: got 0 with num_heads 0"),
+        ((24, 0), {}, "num_heads: got 0"),
         ((25, 6), {}, "embed_dim: got 25"),
         ((24, 6), dict(dropout_p=1.0), "dropout_p: got 1.0"),
     ):

@@ -173,7 +173,7 @@ def test_refusals():
         (dict(attn_mask=mask.expand(1, 1, 1, 5, 7)), "attn_mask: got shape"),
         (dict(attn_mask=mask.numpy()), "attn_mask: got ndarray"),
         (dict(query=q[0, 0, 0]), "query: got shape"),
-        (dict(key=None), "key: got NoneType"),
+        (dict(key=None), "key: got None"),
         (dict(key=k.float()), "k: got float32"),
         (dict(value=v[:, :2]), "leading axes"),
         (dict(dropout_p=1.0), "dropout_p: got 1"),

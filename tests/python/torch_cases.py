@@ -1,6 +1,9 @@
 """What the tests of onchip.torch share: inputs, and options that exercise every argument."""
 
+import pytest
 import torch
+
+import onchip.torch
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -76,3 +79,33 @@ def as_operator_arguments(tensors, options):
         given["window_left"], given["window_right"] = given.pop("window")
     schema = torch.ops.onchip.attention_forward.default._schema
     return tuple(given.get(argument.name) for argument in schema.arguments)
+
+
+# Of CASES.
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Results and workspace start as NaN: what a kernel fails to write shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def cotangents(o, lse, seed=20):
+    return draw(o.shape, o.dtype, seed), draw(lse.shape, lse.dtype, seed + 1)
+
+
+def run(tensors, options, function=onchip.torch.attention):
+    """o, lse and the gradients under fixed cotangents of both."""
+    tensors, options = leaves(tensors, options)
+    o, lse = function(*tensors, **options, return_lse=True)
+    torch.autograd.backward((o, lse), cotangents(o, lse))
+    gradients = [x.grad for x in wanted_gradients(tensors, options)]
+    return o.detach(), lse.detach(), *gradients
+
+
+def all_same(got, wanted):
+    for one, other in zip(got, wanted, strict=True):
+        same(one, other)
