@@ -186,6 +186,27 @@ def test_gradients_are_refused():
         attention_decode(q, k_cache, v_cache, cache_seqlens=[1, 2, 3])
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_graph_that_keeps_a_cache_notices_the_append(watched):
+    class Pass(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    q, *caches = dense()
+    for cache in caches:
+        kept = (torch.ones_like(cache, requires_grad=True) * cache).sum()
+        with Pass() if watched else torch.no_grad():
+            attention_decode(q, *caches, cache_seqlens=LENGTHS, **new())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+    kept = (torch.ones_like(caches[0], requires_grad=True) * caches[0]).sum()
+    attention_decode(q, *caches, cache_seqlens=LENGTHS)  # appends nothing
+    kept.backward()
+    with torch.inference_mode():
+        caches = [cache.clone() for cache in caches]
+        attention_decode(q, *caches, cache_seqlens=LENGTHS, **new())
+
+
 def test_refusals():
     q, k_cache, v_cache = dense()
     for change, words in (

@@ -218,6 +218,16 @@ def test_a_step_refuses_gradients_and_copies():
         call(variant, one, "_step", state=None)
 
 
+@every_operator
+def test_a_graph_that_keeps_a_state_notices_the_step(variant):
+    one, pool = linear_cases.token(variant, draw(variant), 0), draw_state(variant)
+    for part in parts_of(pool):
+        kept = (torch.ones_like(part, requires_grad=True) * part).sum()
+        call(variant, one, "_step", state=pool)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+
+
 # ---- the registered operators
 
 

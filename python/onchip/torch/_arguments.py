@@ -80,7 +80,8 @@ def integers(op: str, name: str, value: Any, dtype: torch.dtype = torch.int64) -
         refuse(op, name, value, "a tensor or a sequence of integers")
     try:
         numbers = [x if isinstance(x, int) else operator.index(x) for x in value]
-        return torch.tensor(numbers, dtype=dtype)
+        # Wherever the program's default device is.
+        return torch.tensor(numbers, dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidArgument(
             f"{op}: {name}: got a {type(value).__name__} ({error}), "

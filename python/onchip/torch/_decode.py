@@ -19,7 +19,7 @@ from onchip.torch._arguments import (
     refuse_tangents,
     require_tensor,
 )
-from onchip.torch._library import define
+from onchip.torch._library import define, written
 
 _OP = _calls.ATTENTION_DECODE
 _TENSORS = (*_OP.arrays, *_OP.index_arrays, *_OP.optional_arrays, *_OP.integer_arrays)
@@ -152,6 +152,8 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
     given = _run.detached(_TENSORS, tensors)
     given |= dict(zip(_VALUES, arguments[_COUNT:], strict=True))
     results = _calls.run(_OP, given)
+    if given["k_new"] is not None:
+        written(arguments[_TENSORS.index(name)] for name in _OP.in_place)
     return results["o"], results["lse"]
 
 

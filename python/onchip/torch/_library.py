@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LIBRARY = torch.library.Library("onchip", "DEF")
 
@@ -22,3 +23,9 @@ def define(
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"onchip::{name}", shapes, lib=LIBRARY)
+
+
+def written(tensors: Iterable[Tensor]) -> None:
+    """Tells autograd of memory that the library wrote to behind its back: a graph that keeps one of
+    these tensors for its backward pass would be wrong in silence."""
+    torch.autograd.graph.increment_version(tuple(tensors))

@@ -23,7 +23,7 @@ from onchip.torch._arguments import (
     require_tensor,
     transforms_active,
 )
-from onchip.torch._library import LIBRARY, define
+from onchip.torch._library import LIBRARY, define, written
 from onchip.torch._operators import is_batched
 
 # Of the options that an operator has, in its schema.
@@ -283,7 +283,10 @@ class RegisteredOperator:
 
     def step(self, *arguments: Any) -> Tensor:
         """The first result of one token; the states are written in place."""
-        result: Tensor = _calls.run(*self._prepared_step(arguments))[self.signature.results[0]]
+        own = self.signature
+        result: Tensor = _calls.run(*self._prepared_step(arguments))[own.results[0]]
+        tensors = zip(own.step_tensors, arguments, strict=False)
+        written(x for name, x in tensors if name in own.states and x is not None)
         return result
 
     def step_shapes(self, *arguments: Any) -> Tensor:
