@@ -283,6 +283,23 @@ def test_bench(run, few_peaks, tmp_path):
     )
 
 
+def test_bench_shows_what_it_cannot_write(run, few_peaks, tmp_path):
+    out_path, plot_path = tmp_path / "gone.json", tmp_path / "gone.svg"
+    for path in (out_path, plot_path):
+        path.symlink_to(tmp_path / "nowhere" / "file")
+    status, out, err = run("bench", CASE, *QUICK, "--out", str(out_path), "--plot", str(plot_path))
+    assert (status, err) == (1, "")
+    assert f"\n{CASE} " in out
+    assert re.search(rf"\nno record: .*{out_path}'\nno plot: .*{plot_path}'\n$", out)
+
+
+def test_bench_draws_with_matplotlib_alone(run, monkeypatch):
+    monkeypatch.setattr("onchip.cli.bench.find_spec", lambda name: None)
+    status, out, err = run("bench", CASE, "--plot", "x.svg")
+    assert (status, out) == (1, "")
+    assert err == "onchip: bench: plot: got 'x.svg', which needs matplotlib: install it\n"
+
+
 def test_bench_of_flags(run, few_peaks):
     status, out, _ = run(
         *("bench", "--phase", "fwd,bwd", "--heads", "4k2", "--head-dim", "8", "--mask", "window5"),
@@ -340,6 +357,13 @@ def test_bench_refuses(run, words, message):
     status, out, err = run("bench", *words)
     assert (status, out) == (1, "")
     assert err.startswith(f"onchip: bench: {message}")
+
+
+def test_bench_refuses_a_folder_as_a_file(run, tmp_path):
+    (tmp_path / "x.json").mkdir()
+    status, out, err = run("bench", CASE, "--out", str(tmp_path / "x.json"))
+    assert (status, out) == (1, "")
+    assert "x.json', a folder, wanted a file name" in err
 
 
 def test_bench_refuses_a_number_of_threads(run):

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from onchip.bench import cases, measure, plot, record, table
 from onchip.bench.implementations import IMPLEMENTATIONS, absent
 from onchip.cli.progress import progress
 from onchip.cli.settings import refuse_wrong_settings
+from onchip.cli.signature import Failure
 from onchip.errors import InvalidArgument
 
 _DEFAULTS = ("fwd", "fp32", "64", "causal", "1024,4096")
@@ -85,6 +87,8 @@ def _check_ending(name: str, path: str | None, wanted: str) -> None:
         raise InvalidArgument(f"bench: {name}: got {path!r}, wanted a file name with .{endings}")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise InvalidArgument(f"bench: {name}: got {path!r}, wanted a folder that exists")
+    if path is not None and Path(path).is_dir():
+        raise InvalidArgument(f"bench: {name}: got {path!r}, a folder, wanted a file name")
 
 
 def run_bench(
@@ -110,6 +114,8 @@ def run_bench(
         raise InvalidArgument(f"bench: seed: got {seed}, wanted 0 or more")
     _check_ending("out", out, "json")
     _check_ending("plot", plot_path, "png|svg|pdf")
+    if plot_path is not None and find_spec("matplotlib") is None:
+        raise InvalidArgument(f"bench: plot: got {plot_path!r}, which needs matplotlib: install it")
     ways = [names, file, next((x for x in (*flags, heads, batch) if x is not None), None)]
     if sum(way is not None for way in ways) > 1:
         raise InvalidArgument(
@@ -164,10 +170,20 @@ def _report(
     for reason in dict.fromkeys(not_here.values()):
         names = ", ".join(name for name, why in not_here.items() if why == reason)
         text += f"not here: {names}: {reason}\n"
+    # What was measured is shown also where a file cannot be written.
+    failures = []
     if out is not None:
-        record.write(made, Path(out))
-        text += f"record: {out}\n"
+        try:
+            record.write(made, Path(out))
+            text += f"record: {out}\n"
+        except OSError as error:
+            failures.append(f"no record: {error}\n")
     if plot_path is not None and made["results"]:
-        plot.draw(made, Path(plot_path))
-        text += f"plot: {plot_path}\n"
+        try:
+            plot.draw(made, Path(plot_path))
+            text += f"plot: {plot_path}\n"
+        except OSError as error:
+            failures.append(f"no plot: {error}\n")
+    if failures:
+        raise Failure(text + "".join(failures))
     return text
