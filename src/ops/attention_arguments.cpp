@@ -84,7 +84,7 @@ void read_dropout(const Call& call, double p, const TensorView& rng, AttentionOp
   options.dropout_rng = rng;
   if (p == 0.0) return;
   if (!rng.present()) {
-    throw_invalid(op, "dropout_rng", "nothing with dropout_p = " + number_text(p),
+    throw_invalid(op, "dropout_rng", "dropout_p = " + number_text(p) + " without dropout_rng",
                   "(seed, offset), int64 [2]");
   }
   const auto threshold = static_cast<std::uint32_t>(std::floor(65536.0 * p + 0.5));
@@ -177,7 +177,7 @@ void read_sequences(Call& call, const onchip_attention_options& options, Attenti
   p.seqlens_kv = read_lengths(call, "seqlens_kv", options.seqlens_kv);
   p.packed = p.cu_seqlens_q.present();
   if (!p.packed && p.cu_seqlens_kv.present()) {
-    throw_invalid(op, "cu_seqlens_q", "no tensor with cu_seqlens_kv given", "both or neither");
+    throw_invalid(op, "cu_seqlens_q", "cu_seqlens_kv without cu_seqlens_q", "both or neither");
   }
   if (p.packed) {
     if (p.cu_seqlens_q.shape[0] < 1) {
@@ -342,10 +342,7 @@ TensorView read_score_options(Call& call, const onchip_attention_options& given,
     }
   }
   if (mask.present()) require_dtype(op, "mask", mask, {DType::boolean});
-  if (q_ids.present() != kv_ids.present()) {
-    throw_invalid(op, q_ids.present() ? "kv_segment_ids" : "q_segment_ids", "no tensor",
-                  "both segment id tensors or neither");
-  }
+  require_both(op, "q_segment_ids", q_ids.present(), "kv_segment_ids", kv_ids.present());
   o.bias = scores_view(call, "bias", bias, p, extents);
   o.mask = scores_view(call, "mask", mask, p, extents);
   o.alibi_slopes = alibi_view(call, alibi, p);

@@ -82,9 +82,8 @@ Tensors read_tensors(Call& call, const onchip_attention_decode_args& args,
     throw_invalid(kDecode, "v_new", "a tensor, with v_cache inside k_cache",
                   "no tensor: the first channels of k_new are the new values");
   }
-  if (!p.v_in_k && t.k_new.present() != t.v_new.present()) {
-    throw_invalid(kDecode, t.k_new.present() ? "v_new" : "k_new", "no tensor",
-                  "both k_new and v_new or neither");
+  if (!p.v_in_k) {
+    require_both(kDecode, "k_new", t.k_new.present(), "v_new", t.v_new.present());
   }
   return t;
 }
@@ -182,10 +181,7 @@ void read_rotary(Call& call, const onchip_attention_decode_args& args, Attention
   p.rotary.interleaved = flag(kDecode, "rotary_interleaved", args.rotary_interleaved) == 1;
   call.fingerprint.add(args.rotary_interleaved);
   if (args.reserved != 0) throw_invalid(kDecode, "reserved", std::to_string(args.reserved), "0");
-  if (cos.present() != sin.present()) {
-    throw_invalid(kDecode, cos.present() ? "rotary_sin" : "rotary_cos", "no tensor",
-                  "both rotary_cos and rotary_sin or neither");
-  }
+  require_both(kDecode, "rotary_cos", cos.present(), "rotary_sin", sin.present());
   if (!cos.present()) {
     if (p.rotary.interleaved) {
       throw_invalid(kDecode, "rotary_interleaved", "1 without rotary_cos", "tables to rotate by");

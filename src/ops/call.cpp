@@ -88,6 +88,15 @@ void require_at_most(std::string_view op, std::string_view name, std::string_vie
                 std::string(what) + " at most " + std::to_string(most), std::to_string(most));
 }
 
+void require_both(std::string_view op, std::string_view first, bool has_first,
+                  std::string_view second, bool has_second) {
+  if (has_first == has_second) return;
+  const std::string_view given = has_first ? first : second;
+  const std::string_view missing = has_first ? second : first;
+  throw_invalid(op, missing, std::string(given) + " without " + std::string(missing),
+                "both or neither");
+}
+
 std::string backend_name(Call& call, const char* name) {
   std::string text = name == nullptr ? "" : name;
   call.fingerprint.add(std::string_view(text));

@@ -66,6 +66,10 @@ std::int64_t nearest_multiple(std::int64_t value, std::int64_t step);
 void require_at_most(std::string_view op, std::string_view name, std::string_view what,
                      std::int64_t size, std::int64_t most);
 
+// Of two arguments that come together, given or not.
+void require_both(std::string_view op, std::string_view first, bool has_first,
+                  std::string_view second, bool has_second);
+
 // "" for NULL.
 std::string backend_name(Call& call, const char* name);
 

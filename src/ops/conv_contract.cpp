@@ -271,14 +271,14 @@ void read_norm(Call& call, const onchip_tensor* x, const onchip_tensor* gate,
                   "a divisor of D = " + std::to_string(p.dim) + ", or 0 for D", "0");
   }
   const bool gated = p.gate.present();
+  require_both(op, "gate", gated, "activation", options.activation != ONCHIP_ACTIVATION_NONE);
   const bool named = options.activation == ONCHIP_ACTIVATION_SILU ||
                      options.activation == ONCHIP_ACTIVATION_SIGMOID;
-  if (gated ? !named : options.activation != ONCHIP_ACTIVATION_NONE) {
+  if (gated && !named) {
     throw_invalid(op, "activation", std::to_string(options.activation),
-                  gated ? "ONCHIP_ACTIVATION_SILU (1) or ONCHIP_ACTIVATION_SIGMOID (2)"
-                        : "ONCHIP_ACTIVATION_NONE (0) without a gate");
+                  "ONCHIP_ACTIVATION_SILU (1) or ONCHIP_ACTIVATION_SIGMOID (2)");
   }
-  p.activation = static_cast<Activation>(options.activation);
+  p.activation = gated ? static_cast<Activation>(options.activation) : Activation::none;
   p.gate_first = flag(op, "gate_first", options.gate_first) == 1;
   if (p.gate_first && !gated) {
     throw_invalid(op, "gate_first", "1 without a gate", "0, or a gate");

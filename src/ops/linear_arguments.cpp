@@ -318,14 +318,14 @@ std::vector<TensorView> read_inputs(LinearCall& call, const onchip_linear_tensor
   const std::size_t none = call.row.tensors.size();
   std::size_t q = none;
   std::size_t v = 0;
-  std::size_t slots = 0;
+  std::size_t slots = none;
   for (std::size_t i = 0; i < call.row.tensors.size(); ++i) {
     const LinearTensorRow& row = call.row.tensors[i];
     views.push_back(call.input(row.name(), given.*row.role.given));
     if (!row.optional) require_present(op, row.name(), views.back());
     if (row.role.given == &onchip_linear_tensors::q) q = i;
     if (row.role.given == &onchip_linear_tensors::v) v = i;
-    if (row.shape == LinearShape::slots) slots = i;
+    if (row.shape == LinearShape::slots && slots == none) slots = i;
   }
   if (call.scan()) {
     read_channels(call, views[v], call.row.tensors[v], q == none ? nullptr : &views[q],
@@ -333,17 +333,29 @@ std::vector<TensorView> read_inputs(LinearCall& call, const onchip_linear_tensor
   } else {
     read_geometry(call, views[q], call.row.tensors[q], views[v], call.row.tensors[v], p);
   }
-  if (p.traits.decay == DecayAxis::slot) {
-    const TensorView& last = views[slots];
-    p.num_slots = last.rank > 0 ? last.shape[static_cast<std::size_t>(last.rank - 1)] : 0;
+  std::string sizes = " (sizes of ";
+  if (q != none) sizes += std::string(call.row.tensors[q].name()) + " and ";
+  sizes += std::string(call.row.tensors[v].name()) + ")";
+  if (slots != none) {
+    const TensorView& first = views[slots];
+    const std::size_t rank = call.lead.size() + 2;
+    if (first.rank != static_cast<std::int32_t>(rank)) {
+      throw_invalid(op, call.row.tensors[slots].name(), "shape " + shape_text(first),
+                    "[" + call.axes + ", Hv, M]");
+    }
+    p.num_slots = first.shape[rank - 1];
     p.decay_width = p.gate_width = p.num_slots;
+    sizes.insert(sizes.size() - 1, ", M of " + std::string(call.row.tensors[slots].name()));
   }
   for (std::size_t i = 0; i < views.size(); ++i) {
     const LinearTensorRow& row = call.row.tensors[i];
     if (!views[i].present()) continue;
     require_float(call, row, views[i], p);
     const Wanted wanted = wanted_shape(call, row.shape, views[i], p);
-    require(call, row.name(), views[i], wanted.shape, wanted.axes);
+    if (!has_shape(views[i], wanted.shape)) {
+      throw_invalid(op, row.name(), "shape " + shape_text(views[i]),
+                    wanted.axes + " = " + list_text(wanted.shape) + sizes);
+    }
     p.inputs.*row.role.view = strided_rows(call, row.shape, views[i], p.packed);
     const bool constant = is_constant(row.shape, views[i]);
     if (row.role.given == &onchip_linear_tensors::gate) p.gate_per_head = constant;

@@ -127,7 +127,9 @@ void read_gates(const LinearCall& call, LinearProblem& p) {
     if (negative) throw_invalid(op, "allow_neg_eigval", "1", kWanted);
     if (p.inputs.dt_bias.wanted) throw_invalid(op, "dt_bias", "a tensor", kWanted);
   } else {
-    if (!p.inputs.gate.wanted) throw_invalid(op, "log_decay", "no tensor", "one, with A_log");
+    if (!p.inputs.gate.wanted) {
+      throw_invalid(op, "log_decay", "A_log without log_decay", "a tensor beside A_log");
+    }
     if (bounded && (!(given.lower_bound < 0.0) || !std::isfinite(given.lower_bound))) {
       throw_invalid(op, "lower_bound", number_text(given.lower_bound),
                     "a finite number below 0, or NaN for none", "-5");

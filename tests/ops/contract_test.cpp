@@ -182,7 +182,7 @@ const Refusal kRefusals[] = {
      [](Everything& e, Kept&) { e.call.options.dropout_p = 1.0; }},
     {"dropout_nearly_one", "dropout_p", "0.99999999", "a probability that rounds below 1",
      [](Everything& e, Kept&) { e.call.options.dropout_p = 0.99999999; }},
-    {"dropout_without_rng", "dropout_rng", "nothing with dropout_p = 0.2",
+    {"dropout_without_rng", "dropout_rng", "dropout_p = 0.2 without dropout_rng",
      "(seed, offset), int64 [2]",
      [](Everything& e, Kept&) { e.call.options.dropout_rng = nullptr; }},
     {"dropout_offset", "dropout_rng[1]", "4294967296", "an offset from 0 to 2^32 - 1",
@@ -212,8 +212,8 @@ const Refusal kRefusals[] = {
      [](Everything& e, Kept& k) {
        replace(k, e.call.options.alibi_slopes, [](onchip_tensor& t) { t.shape[0] = 3; });
      }},
-    {"one_segment_tensor", "kv_segment_ids", "no tensor", "both segment id tensors or neither",
-     [](Everything& e, Kept&) { e.call.options.kv_segment_ids = nullptr; }},
+    {"one_segment_tensor", "kv_segment_ids", "q_segment_ids without kv_segment_ids",
+     "both or neither", [](Everything& e, Kept&) { e.call.options.kv_segment_ids = nullptr; }},
     {"segment_shape", "q_segment_ids", "shape [2, 4]", "[batch, seqlen] = [2, 5]",
      [](Everything& e, Kept& k) {
        replace(k, e.call.options.q_segment_ids, [](onchip_tensor& t) { t.shape[1] = 4; });
@@ -230,7 +230,7 @@ const Refusal kRefusals[] = {
      [](Everything& e, Kept&) { e.call.seqlens_q.fill_integers({5, 6}); }},
     {"seqlens_negative", "seqlens_kv[0]", "-1", "0 to the slot's 7 rows",
      [](Everything& e, Kept&) { e.call.seqlens_kv.fill_integers({-1, 6}); }},
-    {"cu_seqlens_kv_alone", "cu_seqlens_q", "no tensor with cu_seqlens_kv given", "both or neither",
+    {"cu_seqlens_kv_alone", "cu_seqlens_q", "cu_seqlens_kv without cu_seqlens_q", "both or neither",
      [](Everything& e, Kept&) { e.call.options.cu_seqlens_kv = e.call.seqlens_q.abi(); }},
     {"backend", "backend", "\"fast\"", "",
      [](Everything& e, Kept&) { e.call.options.backend = "fast"; }},

@@ -103,9 +103,9 @@ const Refusal kRefusals[] = {
     {"no_lengths", false, "cache_seqlens: got no tensor",
      [](Whole& w) { w.args.cache_seqlens = nullptr; }},
     {"no_o", false, "o: got no tensor", [](Whole& w) { w.args.o = nullptr; }},
-    {"new_values_missing", false, "v_new: got no tensor, wanted both",
+    {"new_values_missing", false, "v_new: got k_new without v_new, wanted both or neither",
      [](Whole& w) { w.args.v_new = nullptr; }},
-    {"new_keys_missing", false, "k_new: got no tensor, wanted both",
+    {"new_keys_missing", false, "k_new: got v_new without k_new, wanted both or neither",
      [](Whole& w) { w.args.k_new = nullptr; }},
     {"cache_rank", false, "k_cache: got shape [3, 8, 2], wanted rank 4 [slots, capacity",
      reshaped(&Args::k_cache, [](onchip_tensor& t) { t.rank = 3, t.strides[2] = 1; })},
@@ -148,7 +148,7 @@ const Refusal kRefusals[] = {
        v.shape[0] = 1;
        w.args.v_cache = &v;
      }},
-    {"sine", false, "rotary_sin: got no tensor, wanted both",
+    {"sine", false, "rotary_sin: got rotary_cos without rotary_sin, wanted both or neither",
      [](Whole& w) { w.args.rotary_sin = nullptr; }},
     {"pairs", false, "rotary_cos: got shape [2, 9], wanted [max_pos, rotary_dim / 2]",
      reshaped(&Args::rotary_cos,

@@ -105,3 +105,23 @@ def test_specs(spec, got):
     q = onchip.ArraySpec(**{**dict(shape=(1, 2, 3, 4), dtype="float32", device="cuda"), **spec})
     with pytest.raises(onchip.InvalidArgument, match=f"^merge: o1: got {got}, wanted "):
         onchip.explain("merge", q, q, q, q)
+
+
+PAIRS = [
+    ("attention_decode", "rotary_cos", "rotary_sin"),
+    ("attention_decode", "k_new", "v_new"),
+    ("attention_forward", "q_segment_ids", "kv_segment_ids"),
+    ("rms_norm_gated_forward", "gate", "activation"),
+    ("rms_norm_gated_backward", "gate", "activation"),
+]
+
+
+@pytest.mark.parametrize(("name", "first", "second"), PAIRS)
+def test_arguments_that_come_together(name, first, second):
+    ids = dict(q_segment_ids=np.zeros((2, 5), np.int32), kv_segment_ids=np.zeros((2, 6), np.int32))
+    call = CALLS[name] | (ids if first in ids else {})
+    getattr(onchip.ops, name)(**copy.deepcopy(call))
+    for given, missing in ((first, second), (second, first)):
+        words = f"^{name}: {missing}: got {given} without {missing}, wanted both or neither$"
+        with pytest.raises(onchip.InvalidArgument, match=words):
+            getattr(onchip.ops, name)(**{**copy.deepcopy(call), missing: None})

@@ -342,7 +342,7 @@ REFUSED = [
     ("rms_norm_gated_forward", "gate", dict(x=X, gate=X[0], activation="silu")),
     ("rms_norm_gated_forward", "weight", dict(x=X, weight=np.zeros(4, F4))),
     ("rms_norm_gated_forward", "activation", dict(x=X, gate=X)),
-    ("rms_norm_gated_forward", "activation", dict(x=X, activation="silu")),
+    ("rms_norm_gated_forward", "gate", dict(x=X, activation="silu")),
     ("rms_norm_gated_forward", "gate_first", dict(x=X, gate_first=True)),
     ("rms_norm_gated_forward", "group_size", dict(x=X, group_size=2)),
     ("rms_norm_gated_forward", "group_size", dict(x=X, group_size=-1)),

@@ -375,15 +375,90 @@ def test_the_maximum_has_no_gradient():
         onchip.ops.rwkv4_backward(tensors["v"], **tensors, d_final_state=state)
 
 
+def blamed(refusal):
+    """The argument that a message is about."""
+    return str(refusal.value).split(": ")[1]
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 @pytest.mark.parametrize("on", [None, *BACKENDS], ids=str)
-def test_a_tensor_of_another_rank_is_named(on, variant):
-    """One axis too many, in every tensor in turn; it may be what another one does not fit to."""
+def test_a_tensor_of_another_rank_is_blamed(on, variant):
+    """One axis too many, in every tensor in turn."""
     tensors = base(variant)
     for name, x in tensors.items():
         with pytest.raises(onchip.InvalidArgument) as refusal:
             forward(on, variant, tensors | {name: x[..., None]})
         assert f"{variant.op}_forward: " in str(refusal.value)
-        # The number of gsa's slots is log_decay's last axis, which s then does not fit to.
-        blamed = "s" if (variant.op, name) == ("gsa", "log_decay") else name
-        assert re.search(rf"\b{blamed}\b", str(refusal.value)), refusal.value
+        assert "got " in str(refusal.value) and "wanted " in str(refusal.value)
+        # C's other rank is a legal one, groups, whose number u then does not fit to.
+        groups = name == "C" and variant.id == "one_group"
+        assert blamed(refusal) == ("u" if groups else name), refusal.value
+        assert re.search(rf"\b{name}\b", str(refusal.value)), refusal.value
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_a_tensor_of_no_rank_is_blamed(variant):
+    tensors = base(variant)
+    for name in tensors:
+        with pytest.raises(onchip.InvalidArgument) as refusal:
+            forward(None, variant, tensors | {name: zeros()})
+        assert blamed(refusal) == name, refusal.value
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_a_tensor_of_another_dtype_is_blamed(variant):
+    tensors = base(variant)
+    for name, x in tensors.items():
+        with pytest.raises(onchip.InvalidArgument) as refusal:
+            forward(None, variant, tensors | {name: x.astype(np.int32)})
+        assert blamed(refusal) == name, refusal.value
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_a_tensor_of_another_size_is_named(variant):
+    """One element more along each axis. Sizes are q's and v's (gsa's slots s's): where one of those
+    is the odd one out, another is blamed, and the message says whose sizes it goes by."""
+    tensors = base(variant)
+    first = next(name for name in ("q", "r", "C", variant.values) if name in tensors)
+    for name, x in tensors.items():
+        for axis in range(x.ndim):
+            pads = [(0, 1 if a == axis else 0) for a in range(x.ndim)]
+            changed = tensors | {name: np.pad(x, pads)}
+            try:
+                forward(None, variant, changed)
+            except onchip.InvalidArgument as error:
+                message = str(error)
+            else:
+                # A dv of its own is legal where nothing else has it.
+                assert name == variant.values and axis == x.ndim - 1, (name, axis)
+                continue
+            by = message.split(": ")[1]
+            assert by == name or name in (first, variant.values, "s"), message
+            assert re.search(rf"\b{name}\b", message), message
+
+
+def test_gsas_slots_are_those_of_s():
+    tensors = base(next(v for v in VARIANTS if v.op == "gsa"))
+    wrong = tensors["log_decay"][..., :3]
+    for change, words in (
+        (dict(log_decay=tensors["log_decay"][..., None]), "log_decay: got shape [2, 5, 4, 4, 1]"),
+        (dict(log_decay=wrong), "log_decay: got shape [2, 5, 4, 3]"),
+        (dict(s=tensors["s"][0]), "s: got shape [5, 4, 4], wanted [batch, T, Hv, M]"),
+    ):
+        with pytest.raises(onchip.InvalidArgument) as refusal:
+            onchip.ops.gsa_forward(**(tensors | change))
+        assert str(refusal.value).startswith(f"gsa_forward: {words}"), refusal.value
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_raw_gates_come_with_what_they_are_of(op):
+    tensors = base(next(v for v in VARIANTS if v.op == op and v.id == "raw"))
+    function = getattr(onchip.ops, f"{op}_forward")
+    with pytest.raises(
+        onchip.InvalidArgument, match=f"^{op}_forward: dt_bias: got .*, wanted A_log"
+    ):
+        function(**(tensors | dict(A_log=None)))
+    if op == "gated_delta_rule":
+        words = "log_decay: got A_log without log_decay, wanted a tensor beside A_log"
+        with pytest.raises(onchip.InvalidArgument, match=f"^{op}_forward: {words}$"):
+            function(**(tensors | dict(log_decay=None)))
