@@ -9,6 +9,10 @@
 #ifndef ONCHIP_ONCHIP_HPP_
 #define ONCHIP_ONCHIP_HPP_
 
+#if !defined(__cpp_designated_initializers) || !defined(__cpp_concepts)
+#error "onchip.hpp needs C++20: -std=c++20, or CXX_STANDARD 20"
+#endif
+
 #include <onchip/onchip.h>
 
 #include <array>

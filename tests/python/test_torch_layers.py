@@ -228,6 +228,16 @@ def test_prefill_and_steps(make, cuts):
     assert all(a is b for a, b in zip(state.tensors(), tensors, strict=True))
 
 
+def test_a_state_that_was_saved_goes_on(make, tmp_path):
+    layer, x = make(), draw((2, 5, DIM), torch.float64, 2)
+    state = layer.new_state(2)
+    with torch.no_grad():
+        layer(x[:, :3], state=state)
+        torch.save(state, tmp_path / "state.pt")
+        wanted = layer(x[:, 3:], state=state)
+        close(layer(x[:, 3:], state=torch.load(tmp_path / "state.pt")), wanted)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 3, 6])
 def test_gradients_through_the_carried_state(make, cut):
     layer, x = make(), draw((2, 6, DIM), torch.float64, 2)

@@ -1,5 +1,7 @@
 """Layers made of the operators."""
 
+import torch.serialization
+
 from onchip.torch.nn._attention import Attention
 from onchip.torch.nn._gated_delta_net import GatedDeltaNet
 from onchip.torch.nn._mamba2 import Mamba2
@@ -17,3 +19,8 @@ __all__ = [
     "RecurrentState",
     "RetNet",
 ]
+
+# A state that was saved by torch.save names its public place, and torch.load takes it as it does
+# tensors (weights_only) once this package is imported.
+RecurrentState.__module__ = __name__
+torch.serialization.add_safe_globals([RecurrentState])
