@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from harness import check, draw_qkv, forward
 
-from onchip.oracle import compare
+from onchip.oracle import attention, compare
+
+WIDEST = 2**63 - 1
 
 
 @pytest.mark.parametrize("seqlen", [130, 1024])
@@ -18,6 +20,19 @@ def test_a_window_as_wide_as_the_sequence_is_causal(backend, seqlen):
         compare.assert_same_value("lse", lse, causal_lse)
         if gradients is not None:
             check(backend, q, k, v, window=window)
+
+
+@pytest.mark.parametrize("lengths", [(33, 40), (40, 33)], ids=str)
+@pytest.mark.parametrize("window", [(-1, WIDEST), (WIDEST, -1), (WIDEST, WIDEST)], ids=str)
+def test_the_widest_window_is_none(backend, window, lengths):
+    """No sum with its bounds wraps, neither in a backend nor in the judge."""
+    q, k, v = draw_qkv(np.random.default_rng(5), np.float32, 1, *lengths)
+    wanted = attention.attention_forward(q, k, v)
+    for judged, exact in zip(
+        attention.attention_forward(q, k, v, window=window), wanted, strict=True
+    ):
+        compare.assert_bitwise("judge", judged, exact)
+    check(backend, q, k, v, window=window)
 
 
 @pytest.mark.parametrize("left", [0, 1, 15, 16, 63, 64])

@@ -132,11 +132,12 @@ def _visible(sequence, num_heads_q, options):
     seen = np.ones(shape, bool)
     if options.causal:
         seen &= j <= diagonal
+    # Differences of positions: a bound may be the largest integer there is, and a sum with it wrap.
     left, right = options.window
     if left >= 0:
-        seen &= j >= diagonal - left
+        seen &= diagonal - j <= left
     if right >= 0:
-        seen &= j <= diagonal + right
+        seen &= j - diagonal <= right
     if options.mask is not None:
         mask = options.mask[_broadcast_entry(options.mask, sequence.index)]
         seen &= _clip(mask, sequence).astype(bool)
