@@ -34,11 +34,11 @@ _OPERATORS = (
 )
 
 
-def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
+def explain(operator: str, /, *args: Any, **kwargs: Any) -> str:
     """Which backend and kernel would take a call, why each other one would not, how much workspace
     it needs, and which arrays Python would copy first.
 
-    op_name: a function of onchip.ops, "attention_forward" say. The other arguments are the
+    operator: a function of onchip.ops, "attention_forward" say. The other arguments are the
     operator's own, with an `ArraySpec` in place of any array whose values do not exist yet. Values
     of large arrays are not looked at; those of lengths, tables and dropout_rng in host
     memory are.
@@ -46,12 +46,13 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> str:
     A call that breaks the contract raises InvalidArgument, as the operator would. One that no
     backend takes does not raise: the text has the reasons.
     """
-    if not isinstance(op_name, str) or op_name not in _OPERATORS:
+    if not isinstance(operator, str) or operator not in _OPERATORS:
         raise InvalidArgument(
-            f"explain: op_name: got {described(op_name)}, wanted one of {', '.join(_OPERATORS)}"
-            + (nearest(op_name, _OPERATORS) if isinstance(op_name, str) else "")
+            f"explain: operator: got {described(operator)}, wanted a function of onchip.ops"
+            + (nearest(operator, _OPERATORS, most=3) if isinstance(operator, str) else "")
+            + "; all of them: onchip.ops.__all__, docs/operators.md"
         )
-    function, explained = _OPERATORS[op_name]
+    function, explained = _OPERATORS[operator]
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return explained(bound.arguments)

@@ -4,13 +4,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 
-def nearest(word: object, words: Iterable[str]) -> str:
-    """The end of a message that refuses `word`: the one of the words that may have been meant, if
-    any is like it, and the first that goes on where it ends, if any does."""
+def nearest(word: object, words: Iterable[str], most: int = 1) -> str:
+    """The end of a message that refuses `word`: the words that may have been meant, if any is like
+    it; those that go on where it ends come first."""
     known = list(words)
     found = [other for other in known if word and other.startswith(str(word))]
-    found += difflib.get_close_matches(str(word), known, n=1)
-    return f"; nearest legal: {found[0]}" if found else ""
+    found += difflib.get_close_matches(str(word), known, n=most)
+    return f"; nearest legal: {', '.join(list(dict.fromkeys(found))[:most])}" if found else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers_from: int | None = None) -> list[str]:

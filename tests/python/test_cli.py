@@ -106,8 +106,8 @@ print(onchip.explain("attention_forward", x, x, x).splitlines()[0])
         (["explain", "attention_forward"], "explain: q: got nothing, wanted its shape"),
         (["explain", "attention_forward", "--q", "2,x"], "explain: q: got '2,x', wanted integers"),
         (["explain", "attention_forward", "--q", "2,3"], "attention_forward: q: got "),
-        (["explain", "attention", "--q", "2,3,4,5"], "explain: op_name: got 'attention', wanted"),
-        (["explain", "attention_forwrd"], "explain: op_name: got 'attention_forwrd', wanted"),
+        (["explain", "attention", "--q", "2,3,4,5"], "explain: operator: got 'attention', wanted"),
+        (["explain", "attention_forwrd"], "explain: operator: got 'attention_forwrd', wanted"),
         (["explain", "merge"], "explain: o1: got nothing, wanted"),
         (
             ["explain", "attention_decode", "--q", "2,1,4,8"],

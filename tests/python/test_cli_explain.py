@@ -230,12 +230,22 @@ def test_explain_reaches_every_option(operator):
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("attention_forwrd", "attention_forward"),
-        ("gated_delta_rule", "gated_delta_rule_forward"),
+        ("attention_forwrd", "attention_forward, "),
+        (
+            "gated_delta_rule",
+            "gated_delta_rule_forward, gated_delta_rule_backward, gated_delta_rule_step;",
+        ),
         ("attention_merge", "attention_decode"),
         ("flux", None),
     ],
 )
 def test_a_name_that_may_have_been_meant(run, word, meant):
     _, _, err = run("explain", word)
-    assert err.endswith("rwkv4_step\n" if meant is None else f"; nearest legal: {meant}\n")
+    said, _, where = err.rpartition("; all of them: ")
+    assert where == "onchip.ops.__all__, docs/operators.md\n"
+    start = f"onchip: explain: operator: got '{word}', wanted a function of onchip.ops"
+    assert (
+        said == start
+        if meant is None
+        else f"{said};".startswith(f"{start}; nearest legal: {meant}")
+    )

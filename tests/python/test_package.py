@@ -240,9 +240,9 @@ def test_explain_of_shapes_is_that_of_arrays():
 
 
 def test_explain_checks_the_call():
-    with pytest.raises(onchip.InvalidArgument, match="explain: op_name: got 'attention', wanted"):
+    with pytest.raises(onchip.InvalidArgument, match="explain: operator: got 'attention', wanted"):
         onchip.explain("attention", X, X, X)
-    with pytest.raises(onchip.InvalidArgument, match="explain: op_name: got list, wanted"):
+    with pytest.raises(onchip.InvalidArgument, match="explain: operator: got list, wanted"):
         onchip.explain([], X, X, X)
     with pytest.raises(onchip.InvalidArgument, match=r"^attention_forward: v: "):
         onchip.explain("attention_forward", X, X, X[:, :2])
