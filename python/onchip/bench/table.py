@@ -5,6 +5,10 @@ from typing import Any
 
 from onchip._text import aligned
 
+_SHARES = ("pipe_use", "bandwidth_use")
+# So much do runs differ; what is above has more than one reason.
+_MOST_SHARE = 1.02
+
 Record = dict[str, Any]
 Result = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]  # head and rows
@@ -144,6 +148,17 @@ def ceilings(record: Record) -> str:
         shown = {"tbps": "TB/s", "tflops": "TFLOP/s"}.get(suffix, suffix)
         words.append(f"{what.replace('_', ' ')} {value:.3g} {shown}")
     return ", ".join(words)
+
+
+def remark(record: Record) -> str:
+    """What takes the meaning from the shares, if anything does."""
+    best = max((r.get(use, 0.0) for r in record["results"] for use in _SHARES), default=0.0)
+    if best <= _MOST_SHARE:
+        return ""
+    return (
+        f"{100 * best:.0f} % of what the machine reaches at best: it had other work when that was "
+        "measured, and the shares mean nothing\n"
+    )
 
 
 def text_table(record: Record) -> str:

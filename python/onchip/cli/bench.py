@@ -164,7 +164,7 @@ def _report(
     text = f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads\n"
     text += f"at best: {table.ceilings(made)}\n\n"
     if made["results"]:
-        text += table.text_table(made) + "\n"
+        text += table.text_table(made) + "\n" + table.remark(made)
     for entry in made["skipped"]:
         text += f"not measured: {entry['impl']}, {entry['case']}: {entry['reason']}\n"
     for reason in dict.fromkeys(not_here.values()):
