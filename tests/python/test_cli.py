@@ -1,6 +1,7 @@
 """The command line, as argparse and as typer read it."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -42,6 +43,37 @@ def test_doctor(run):
     for name, part in (("driver", "driver"), ("NVRTC", "nvrtc")):
         found = described["gpu"][part]
         assert (found["problem"] or found["version"]) in rows[name]
+
+
+def test_doctor_of_a_package_without_kernels(run, monkeypatch, tmp_path):
+    described = onchip.describe()
+    gone = tmp_path / "onchip_kernels.bin"
+    described["gpu"]["kernel_archive"] = {"path": str(gone), "kernels": 0, "problem": f"{gone}: 2"}
+    monkeypatch.setattr(onchip, "describe", lambda: described)
+    assert re.search(
+        r"\n  kernel archive  none: one is made where NVRTC is found", run("doctor")[1]
+    )
+    gone.write_text("not an archive")
+    assert f"\n  kernel archive  {gone}: 2\n" in run("doctor")[1]
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--help"], ["verify", "merge", "--count", "2"]])
+def test_output_that_cannot_be_written(parser, words):
+    hidden = "import sys; sys.modules['typer'] = None; " if parser == "plain" else ""
+    script = f"{hidden}import sys; from onchip.cli import main; sys.exit(main({words!r}))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "onchip: standard output: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_doctor_shows_settings_and_their_problems():
@@ -127,7 +159,17 @@ print(onchip.explain("attention_forward", x, x, x).splitlines()[0])
         ),
         (
             ["explain", "simple_gla_forward", "--arrays", "q=1,2,3,4"],
-            "explain: simple_gla_forward: missing a required argument: 'log_decay'",
+            "explain: simple_gla_forward: missing a required argument: 'log_decay'"
+            "; give --arrays 'log_decay=SHAPE'\n",
+        ),
+        (
+            ["explain", "gated_delta_product_step", "--v", "1,2,3,4"],
+            "explain: gated_delta_product_step: missing a required argument: 'q'; give --q SHAPE "
+            "--arrays 'log_decay=SHAPE beta=SHAPE state=SHAPE' --options 'num_householder=N'\n",
+        ),
+        (
+            ["explain", "attention_forward", "--q", "2,3,4,5", "--causal", "true"],
+            "explain: causal: got 'true', wanted --causal alone, or nothing: it takes no value\n",
         ),
         (
             ["explain", "retention_forward", "--q", "1,2,3,4", "--causal"],
@@ -139,7 +181,7 @@ print(onchip.explain("attention_forward", x, x, x).splitlines()[0])
         ),
         (
             ["explain", "attention_forward", "--q", "2,3,4,5", "--options", "decay=1"],
-            "explain: attention_forward: got an unexpected keyword argument 'decay'",
+            "explain: attention_forward: got an unexpected keyword argument 'decay'\n",
         ),
         (
             ["explain", "attention_forward", "--q", "2,3,4,5", "--rotary-dim", "4"],
@@ -200,6 +242,8 @@ def test_help(run):
     assert status == 0 and err == ""
     for command in commands.COMMANDS:
         assert command.__name__ in out
+        sentence = inspect.getdoc(command).partition(".")[0]
+        assert " ".join(sentence.split()) in re.sub(r"[\s│]+", " ", out)
         status, text, err = run(command.__name__, "--help")
         assert status == 0 and err == ""
         for parameter in parameters(command):
@@ -281,6 +325,15 @@ def test_bench(run, few_peaks, tmp_path):
     assert f"| {CASE} | {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in (
         render.performance_page([("record.json", made)])
     )
+
+
+def test_bench_says_when_shares_mean_nothing(run, few_peaks):
+    few_peaks["fma_fp32_portable_tflops"] = 1e-9
+    said = " % of what the machine reaches at best: it had other work when that was measured"
+    status, out, _ = run("bench", CASE, *QUICK)
+    assert status == 0 and re.search(rf" %\n\d+{said}", out)
+    few_peaks["fma_fp32_portable_tflops"] = 1e9
+    assert said not in run("bench", CASE, *QUICK)[1]
 
 
 def test_bench_shows_what_it_cannot_write(run, few_peaks, tmp_path):

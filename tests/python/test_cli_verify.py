@@ -215,6 +215,17 @@ def test_verify_fails_where_nothing_was_compared(run, monkeypatch):
     assert out.endswith("nothing was compared\n")
 
 
+def test_verify_says_once_why_operators_are_refused(run, monkeypatch):
+    def refused(*arrays, **options):
+        raise onchip.Unsupported(f"{options['backend']}: not today")
+
+    for operator in ("gla_forward", "merge", "hgrn_forward"):
+        monkeypatch.setattr(onchip.ops, operator, refused)
+    _, out, _ = run("verify", "--backend", "reference", "--count", "1", "--seed", "3")
+    said = [line for line in out.splitlines() if "nothing compared" in line]
+    assert said == ["gla_forward, hgrn_forward, merge on reference: nothing compared: not today"]
+
+
 def test_verify_needs_its_packages(run, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(

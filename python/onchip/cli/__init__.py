@@ -6,11 +6,12 @@ without it argparse reads the same signatures, so that `onchip doctor` works in 
 installation.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onchip.cli import commands
-from onchip.cli.signature import Failure
+from onchip.cli.signature import Command, Failure, refuse_values_of_flags
 from onchip.errors import Error
 
 
@@ -24,6 +25,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         from onchip.cli.coloured import run
     try:
+        status = _status_of(run, words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except OSError as error:
+        # Whoever reads no further knows that.
+        if not isinstance(error, BrokenPipeError):
+            where = error.filename or "standard output"
+            print(f"onchip: {where}: {error.strerror or error}", file=sys.stderr)
+        if sys.stdout is not None:
+            # What could not be written is still in its buffer, and is not to fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _status_of(run: Callable[[Sequence[Command], Sequence[str]], int], words: list[str]) -> int:
+    try:
+        refuse_values_of_flags(commands.COMMANDS, words)
         return run(commands.COMMANDS, words)
     except Failure as failure:
         print(failure, end="")

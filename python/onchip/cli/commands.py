@@ -5,6 +5,7 @@ import importlib.util
 import json
 import platform
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import onchip
@@ -43,6 +44,16 @@ def _found_or_why(part: dict[str, Any], found: str) -> str:
     return part["problem"] or found
 
 
+def _archive(archive: dict[str, Any]) -> str:
+    """A package without an archive is whole, and its absence no error."""
+    if archive["problem"] and archive["path"] and not Path(archive["path"]).exists():
+        return (
+            "none: one is made where NVRTC is found while the package is built; "
+            "each kernel is compiled at its first use"
+        )
+    return _found_or_why(archive, f"{archive['path']} ({archive['kernels']})")
+
+
 def _gpu_rows(gpu: dict[str, Any]) -> Iterable[tuple[str, str]]:
     driver, nvrtc = gpu["driver"], gpu["nvrtc"]
     cache, archive = gpu["kernel_cache"], gpu["kernel_archive"]
@@ -54,7 +65,7 @@ def _gpu_rows(gpu: dict[str, Any]) -> Iterable[tuple[str, str]]:
         )
     yield "NVRTC", _found_or_why(nvrtc, f"{nvrtc['version']}, {nvrtc['path']}")
     yield "kernel cache", _found_or_why(cache, cache["directory"])
-    yield "kernel archive", _found_or_why(archive, f"{archive['path']} ({archive['kernels']})")
+    yield "kernel archive", _archive(archive)
 
 
 def doctor() -> str:
@@ -143,7 +154,9 @@ def verify(
     backend: Annotated[str | None, "one by name; absent: every one that is here", "NAME"] = None,
     dtype: Annotated[str | None, "fp64, fp32, fp16 or bf16; absent: all", "DTYPE"] = None,
     seed: Annotated[int | None, "of the first case; absent: a new one", "N"] = None,
-    count: Annotated[int | None, "cases; absent, without seconds: 200", "N"] = None,
+    count: Annotated[
+        int | None, "cases of each operator; absent, without seconds: 200", "N"
+    ] = None,
     seconds: Annotated[float | None, "time after which no case begins", "SECONDS"] = None,
     longest: Annotated[int | None, "most rows of a sequence; absent: up to 200", "N"] = None,
 ) -> str:

@@ -86,6 +86,10 @@ _SPELLED = {
 }
 
 
+# Arrays of linear operators that have the shape of another where they are not given.
+_AS = {"k": "q", "v": "k", "d_o": "v"}
+
+
 def _refuse_unused(operator: str, given: dict[str, Any]) -> None:
     """What the operator's function in onchip.ops has no argument for."""
     arguments = set(inspect.signature(getattr(onchip.ops, operator)).parameters)
@@ -137,11 +141,30 @@ def _named(shapes: _Shapes, arrays: str | None, options: str | None) -> dict[str
     return found | {name: _option(value) for name, value in _pairs("options", options)}
 
 
+def _how_to_give(operator: str, arguments: dict[str, Any]) -> str:
+    """The options that bring what a call lacks."""
+    flags = {p.name: f"{p.flag} {p.metavar}" for p in parameters(explain)}
+    ways: dict[str, list[str]] = {}
+    takes = inspect.signature(getattr(onchip.ops, operator)).parameters
+    for p in takes.values():
+        if p.default is not p.empty or p.name in arguments or _AS.get(p.name) in takes:
+            continue
+        if p.name in flags:
+            ways[flags[p.name]] = []
+        elif p.annotation is int:
+            ways.setdefault("--options", []).append(f"{p.name}=N")
+        else:
+            ways.setdefault("--arrays", []).append(f"{p.name}=SHAPE")
+    texts = [f"{way} '{' '.join(pairs)}'" if pairs else way for way, pairs in ways.items()]
+    return f"; give {' '.join(texts)}" if texts else ""
+
+
 def _explained(operator: str, arguments: dict[str, Any]) -> str:
     try:
         return onchip.explain(operator, **arguments)
     except TypeError as error:
-        raise InvalidArgument(f"explain: {operator}: {error}") from None
+        hint = _how_to_give(operator, arguments)
+        raise InvalidArgument(f"explain: {operator}: {error}{hint}") from None
 
 
 def _explain_other(
@@ -160,7 +183,7 @@ def _explain_other(
     for name in arguments.keys() & {"q", "k", "v", "bias"}:
         arguments[name] = shapes.parse(name, arguments[name])
     arguments |= named
-    for name, other in (("k", "q"), ("v", "k"), ("d_o", "v")):
+    for name, other in _AS.items():
         if name in takes and other in arguments:
             arguments.setdefault(name, arguments[other])
     return _explained(operator, arguments)

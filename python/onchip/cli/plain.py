@@ -35,9 +35,11 @@ def run(commands: Sequence[Command], words: Sequence[str]) -> int:
     names = parser.add_subparsers(required=True, metavar="command")
     for command in commands:
         text = inspect.getdoc(command) or ""
+        # A sentence does not end where its line does.
+        summary = text.partition("\n\n")[0].replace("\n", " ")
         one = names.add_parser(
             command.__name__,
-            help=text.partition("\n")[0],
+            help=summary.replace("%", "%%"),
             description=text,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,13 +1,16 @@
 """A command's parameters, read from its signature."""
 
 import inspect
+import itertools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from onchip.errors import InvalidArgument
 
 Command = Callable[..., str]
+
+_TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 class Failure(Exception):
@@ -45,6 +48,20 @@ def parameters(command: Command) -> list[Parameter]:
             Parameter(parameter.name, choices[0], parameter.default, text, metavar, positional)
         )
     return found
+
+
+def refuse_values_of_flags(commands: Sequence[Command], words: Sequence[str]) -> None:
+    """`--causal true`, which a parser takes for a word too many."""
+    for command in commands:
+        if not words or words[0] != command.__name__:
+            continue
+        flags = {p.flag: p.name for p in parameters(command) if p.type is bool}
+        for flag, word in itertools.pairwise(words):
+            if flag in flags and word.lower() in _TRUTHS:
+                raise InvalidArgument(
+                    f"{command.__name__}: {flags[flag]}: got {word!r}, wanted {flag} alone, "
+                    "or nothing: it takes no value"
+                )
 
 
 def refuse_unused(command: str, action: str, given: dict[str, tuple[Any, Any]]) -> None:

@@ -376,9 +376,12 @@ def _report(run: Run, rows: dict[tuple[str, str], Row]) -> str:
         counts = (row.compared, len(row.refusals), len(row.failures))
         table.append([operator, backend, *(str(count) for count in counts), where])
     text = "\n".join(aligned(table)) + "\n"
+    alike: dict[tuple[str, str], list[str]] = {}
     for (operator, backend), row in rows.items():
         if row.refusals and not row.compared:
-            text += f"{operator} on {backend}: nothing compared: {row.refusals[0]}\n"
+            alike.setdefault((backend, row.refusals[0]), []).append(operator)
+    for (backend, refusal), names in alike.items():
+        text += f"{', '.join(names)} on {backend}: nothing compared: {refusal}\n"
     for row in rows.values():
         text += "".join(row.failures[:1])
         if len(row.failures) > 1:
