@@ -177,16 +177,22 @@ TEST(AttentionForwardSm90, RefusesWhatTheCopyEngineCannotAddress) {
 
 // In a child: it starts the driver, if there is one.
 TEST(AttentionForwardSm90, WithoutADeviceSaysWhy) {
-  const std::string answer = in_child([]() -> std::string {
-    AttentionForwardProblem p = problem();
-    p.device.id = 99999;
-    const PlanResult result = sm90::plan_attention_forward(p);
-    const auto* reject = std::get_if<Reject>(&result);
-    if (reject == nullptr) return "planned";
-    return reject->reason == device_facts(99999).problem ? reject->reason : "another reason";
-  });
-  // "no CUDA driver ...", "no CUDA device ...", "there is no device cuda:99999 ...".
-  EXPECT_TRUE(contains(answer, "CUDA") || contains(answer, "cuda:99999")) << answer;
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    const std::string answer = in_child([dtype]() -> std::string {
+      AttentionForwardProblem p = problem(dtype);
+      p.device.id = 99999;
+      const PlanResult result = sm90::plan_attention_forward(p);
+      const auto* reject = std::get_if<Reject>(&result);
+      if (reject == nullptr) return "planned";
+      // Both reasons where the call is at fault as well.
+      const std::string wanted =
+          device_facts(99999).problem +
+          (dtype == DType::bf16 ? "" : "; dtype: got float32, wanted float16 or bfloat16");
+      return reject->reason == wanted ? reject->reason : "another reason";
+    });
+    // "no CUDA driver ...", "no CUDA device ...", "there is no device cuda:99999 ...".
+    EXPECT_TRUE(contains(answer, "CUDA") || contains(answer, "cuda:99999")) << answer;
+  }
 }
 
 // ---- what is launched

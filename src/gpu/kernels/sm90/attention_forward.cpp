@@ -251,10 +251,15 @@ PlanResult plan_attention_forward_on(const gpu::DeviceFacts& device,
 }
 
 PlanResult plan_attention_forward(const AttentionForwardProblem& problem) {
+  const std::optional<Reject> reject = reject_problem(problem);
   // Before the driver is touched: a call with CPU tensors must not start CUDA in the process.
-  if (std::optional<Reject> reject = reject_problem(problem)) return *reject;
+  if (reject && problem.device.type != ONCHIP_DEVICE_CUDA) return *reject;
   const gpu::DeviceResult device = gpu::device_facts(problem.device.id);
-  if (device.facts == nullptr) return Reject{device.problem};
+  if (device.facts == nullptr) {
+    // Whoever mends the call is not to learn of the machine only then.
+    return Reject{reject ? device.problem + "; " + reject->reason : device.problem};
+  }
+  if (reject) return *reject;
   PlanResult result = plan_attention_forward_on(*device.facts, problem);
   const auto* plan = std::get_if<BackendPlan>(&result);
   if (plan != nullptr && plan->words[kGridWord] != 0) {
