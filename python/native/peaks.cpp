@@ -147,12 +147,15 @@ double seconds_on(int num_threads, const std::function<void(int)>& work) {
 
 constexpr int kRepeats = 5;
 
-double best_seconds_on(int num_threads, const std::function<void(int)>& work) {
-  double best = seconds_on(num_threads, work);
-  for (int repeat = 1; repeat < kRepeats; ++repeat) {
-    best = std::min(best, seconds_on(num_threads, work));
-  }
+template <typename F>
+double best_of(F&& seconds) {
+  double best = seconds();
+  for (int repeat = 1; repeat < kRepeats; ++repeat) best = std::min(best, seconds());
   return best;
+}
+
+double best_seconds_on(int num_threads, const std::function<void(int)>& work) {
+  return best_of([&] { return seconds_on(num_threads, work); });
 }
 
 double tflops(const Arithmetic& arithmetic, int num_threads) {
@@ -188,6 +191,21 @@ std::pair<std::size_t, std::size_t> share(std::size_t bytes, int thread, int num
   return {first * sizeof(Line), (first + lines) * sizeof(Line)};
 }
 
+// Seconds for `bytes` from `data` on, each whole line once.
+double read_seconds(const std::byte* data, std::size_t bytes, int num_threads) {
+  std::atomic<std::uint64_t> kept{0};
+  return seconds_on(num_threads, [&](int thread) {
+    const auto [begin, end] = share(bytes, thread, num_threads);
+    Line sums[4] = {};
+    for (std::size_t at = begin; at + sizeof(sums) <= end; at += sizeof(sums)) {
+      Line lines[4];
+      std::memcpy(lines, data + at, sizeof(lines));
+      for (int i = 0; i < 4; ++i) sums[i] += lines[i];
+    }
+    kept.fetch_add(sums[0][0] + sums[1][0] + sums[2][0] + sums[3][0]);
+  });
+}
+
 struct Bandwidth {
   double read_tbps;
   double copy_tbps;  // bytes read and bytes written
@@ -217,17 +235,7 @@ Bandwidth bandwidth(int num_threads) {
     const auto [begin, end] = share(kBytes, thread, num_threads);
     std::memset(data + begin, thread + 1, end - begin);
   });
-  std::atomic<std::uint64_t> kept{0};
-  const double read = best_seconds_on(num_threads, [&](int thread) {
-    const auto [begin, end] = share(kBytes, thread, num_threads);
-    Line sums[4] = {};
-    for (std::size_t at = begin; at + sizeof(sums) <= end; at += sizeof(sums)) {
-      Line lines[4];
-      std::memcpy(lines, data + at, sizeof(lines));
-      for (int i = 0; i < 4; ++i) sums[i] += lines[i];
-    }
-    kept.fetch_add(sums[0][0] + sums[1][0] + sums[2][0] + sums[3][0]);
-  });
+  const double read = best_of([&] { return read_seconds(data, kBytes, num_threads); });
   const double copy = best_seconds_on(num_threads, [&](int thread) {
     const auto [begin, end] = share(kBytes / 2, thread, num_threads);
     std::memcpy(data + kBytes / 2 + begin, data + begin, end - begin);
@@ -236,11 +244,39 @@ Bandwidth bandwidth(int num_threads) {
   return {bytes / read / 1e12, bytes / copy / 1e12};
 }
 
-nb::dict measure_peaks(nb::handle num_threads) {
-  const Place place{"measure_peaks", "num_threads"};
+int threads_of(const char* function, nb::handle num_threads) {
+  const Place place{function, "num_threads"};
   const std::int64_t number = count_of(place, num_threads);
   if (number < 1 || number > 1024) refuse(place, describe_value(num_threads), "1 to 1024");
-  const int threads = static_cast<int>(number);
+  return static_cast<int>(number);
+}
+
+// Memory that some object keeps in one piece.
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS) != 0) nb::raise_python_error();
+  }
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  const std::byte* data() const { return static_cast<const std::byte*>(view_.buf); }
+  std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+double time_reading(nb::handle memory, nb::handle num_threads) {
+  const int threads = threads_of("time_reading", num_threads);
+  const Buffer buffer(memory);
+  const nb::gil_scoped_release others_run;
+  return read_seconds(buffer.data(), buffer.bytes(), threads);
+}
+
+nb::dict measure_peaks(nb::handle num_threads) {
+  const int threads = threads_of("measure_peaks", num_threads);
   std::vector<std::pair<std::string, double>> found;
   {
     const nb::gil_scoped_release others_run;
@@ -263,6 +299,10 @@ void bind_peaks(nb::module_& module) {
              nb::sig("def measure_peaks(num_threads: int) -> dict[str, float]"),
              "What this machine reaches at best on as many threads: multiply-adds per instruction\n"
              "set, bf16 dot products, reading and copying memory. Takes seconds and 512 MiB.");
+  module.def("time_reading", time_reading, nb::arg("memory"), nb::arg("num_threads").none(),
+             nb::sig("def time_reading(memory: object, num_threads: int) -> float"),
+             "Seconds in which as many threads read memory that has Python's buffer protocol and\n"
+             "lies in one piece, once: what a decoding step is read against.");
 }
 
 }  // namespace onchip_python

@@ -132,6 +132,12 @@ def measure_peaks(num_threads: int) -> dict[str, float]:
     set, bf16 dot products, reading and copying memory. Takes seconds and 512 MiB.
     """
 
+def time_reading(memory: object, num_threads: int) -> float:
+    """
+    Seconds in which as many threads read memory that has Python's buffer protocol and
+    lies in one piece, once: what a decoding step is read against.
+    """
+
 def described(value: object, /) -> str:
     """
     A value as messages say it: numbers and short text as written, anything else by its type.

@@ -245,8 +245,22 @@ def test_a_decoding_step(cache, dtype):
     assert 0 < result["error"]["max"] < {"fp32": 1e-6, "bf16": 4e-3}[dtype]
     cpu = result | {"backend": "cpu"}
     best_s = min(result["samples_ms"]) / 1e3
+    # Every sample has a reading of as many bytes before it.
+    assert len(result["reading_ms"]) == len(result["samples_ms"]) == 4 * measure.MIN_ROUNDS
     share = measure.shares(cpu, {"read_tbps": 0.5, "fma_fp32_x_tflops": 1.0})
-    assert share == {"bandwidth_use": pytest.approx(case.tensor_bytes / best_s / 0.5e12)}
+    assert share == {"bandwidth_use": pytest.approx(min(result["reading_ms"]) / best_s / 1e3)}
+
+
+def test_reading_is_timed_as_memory_lies():
+    rows = np.zeros((1 << 10, 1 << 12), np.float32)
+    assert 1e-6 < _native.time_reading(rows, 1) < 10
+    assert 0 < _native.time_reading(rows.view(np.uint8), 2) < 10
+    with pytest.raises((BufferError, ValueError)):
+        _native.time_reading(rows[:, ::2], 1)
+    with pytest.raises(TypeError):
+        _native.time_reading(3, 1)
+    with pytest.raises(onchip.InvalidArgument, match=r"time_reading: num_threads: got 0"):
+        _native.time_reading(rows, 0)
 
 
 @pytest.mark.parametrize(

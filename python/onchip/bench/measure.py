@@ -35,6 +35,7 @@ Show = Callable[[float, str], None]
 MIN_ROUNDS = 5
 _MAX_SAMPLES = 15
 _WARM_UP_SEQLEN = 256
+_READING_TURNS = 4
 # PyTorch's threads spin for a while after their work.
 _PAUSE_S = 0.005
 
@@ -46,9 +47,19 @@ class _Job:
     prepared: Prepared
     peak_bytes: int | None
     error: Result
+    # Of a decoding step: reads as many bytes as its caches have, in so many seconds.
+    read: Callable[[], float] | None = None
     samples_ms: list[float] = field(default_factory=list)
+    reading_ms: list[float] = field(default_factory=list)
 
     def sample(self) -> None:
+        # Memory may be shared with other machines, and its speed comes and goes: by turns.
+        for _ in range(1 if self.read is None else _READING_TURNS):
+            if self.read is not None:
+                self.reading_ms.append(1e3 * self.read())
+            self._sample()
+
+    def _sample(self) -> None:
         start = time.perf_counter()
         result = self.prepared.call()
         self.prepared.finish()
@@ -57,7 +68,8 @@ class _Job:
 
     def result(self) -> Result:
         ms = statistics.median(self.samples_ms)
-        return {
+        reading = {"reading_ms": self.reading_ms} if self.reading_ms else {}
+        return reading | {
             "case": self.case.name,
             "impl": self.name,
             "backend": self.prepared.backend,
@@ -73,15 +85,16 @@ class _Job:
 
 def shares(result: Result, peaks: dict[str, float]) -> Result:
     """The share of what the CPU reaches at best (`_native.measure_peaks`), by the best sample, as
-    the peaks are: `pipe_use`, of a decoding step `bandwidth_use`."""
+    the peaks are: `pipe_use`; of a decoding step `bandwidth_use`, the share of reading its caches
+    by turns with it."""
     # The reference computes in fp64, whatever the dtype.
     if result["backend"] == "reference" or result["backend"].startswith("cuda"):
         return {}
     case = cases.parse(result["case"])
     best_s = min(result["samples_ms"]) / 1e3
     if isinstance(case, StepCase):
-        read = peaks.get("read_tbps")
-        return {"bandwidth_use": case.tensor_bytes / best_s / 1e12 / read} if read else {}
+        reading_s = min(result["reading_ms"]) / 1e3
+        return {"bandwidth_use": reading_s / best_s}
     peak = peak_tflops(case.dtype, peaks)
     return {"pipe_use": case.flops / best_s / 1e12 / peak} if peak else {}
 
@@ -131,9 +144,19 @@ def _prepare(case: Case, name: str, inputs: Inputs, seed: int) -> _Job:
     else:
         made.append(prepared.call())
     error = error_against_fp64(case, inputs, prepared.outputs(made.pop()), seed)
+    read = _reader(inputs) if isinstance(case, StepCase) and prepared.in_host_memory else None
     if not math.isfinite(error["max"]):
         raise ArithmeticError(f"{case.name}: {name}: results are not finite")
-    return _Job(case, name, prepared, peak_bytes, error)
+    return _Job(case, name, prepared, peak_bytes, error, read)
+
+
+def _reader(inputs: Inputs) -> Callable[[], float]:
+    import onchip
+    from onchip import _native
+
+    # Bytes: not every dtype has a buffer.
+    caches = [x.reshape(-1).view("uint8") for x in (inputs.k, inputs.v)]
+    return lambda: sum(_native.time_reading(x, onchip.get_num_threads()) for x in caches)
 
 
 def set_threads(num_threads: int) -> None:
