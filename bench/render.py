@@ -127,7 +127,7 @@ def performance_page(records: list[tuple[str, Record]]) -> str:
         *_NAMES,
         *_PIPE_USE,
         *_OF_PEAK,
-        "`of read bandwidth` is that of reading the same caches, by turns.",
+        "`of read bandwidth` is that of reading the same caches just before, the median.",
         "",
     ]
     if not records:

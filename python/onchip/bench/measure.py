@@ -85,16 +85,16 @@ class _Job:
 
 def shares(result: Result, peaks: dict[str, float]) -> Result:
     """The share of what the CPU reaches at best (`_native.measure_peaks`), by the best sample, as
-    the peaks are: `pipe_use`; of a decoding step `bandwidth_use`, the share of reading its caches
-    by turns with it."""
+    the peaks are: `pipe_use`; of a decoding step `bandwidth_use`, the median of the shares of
+    reading its caches just before."""
     # The reference computes in fp64, whatever the dtype.
     if result["backend"] == "reference" or result["backend"].startswith("cuda"):
         return {}
     case = cases.parse(result["case"])
-    best_s = min(result["samples_ms"]) / 1e3
     if isinstance(case, StepCase):
-        reading_s = min(result["reading_ms"]) / 1e3
-        return {"bandwidth_use": reading_s / best_s}
+        turns = zip(result["reading_ms"], result["samples_ms"], strict=True)
+        return {"bandwidth_use": statistics.median(read / step for read, step in turns)}
+    best_s = min(result["samples_ms"]) / 1e3
     peak = peak_tflops(case.dtype, peaks)
     return {"pipe_use": case.flops / best_s / 1e12 / peak} if peak else {}
 
