@@ -65,7 +65,7 @@ class FuzzedDecode {
   std::string check(Tally& tally) {
     const std::int64_t changes = random_.one_of<std::int64_t>({0, 0, 1, 1, 1, 2, 3});
     for (std::int64_t change = 0; change < changes; ++change) mutate();
-    if (!has_options_) {
+    if (!structs_.has_options) {
       // With the struct, all that it points to leaves the call.
       std::erase_if(slots_, [this](const Slot& slot) { return in_options(slot); });
     }
@@ -75,25 +75,18 @@ class FuzzedDecode {
     ++tally.calls;
 
     onchip_plan planned = ONCHIP_PLAN_INIT;
-    planned.struct_size = plan_size_;
+    planned.struct_size = structs_.plan_size;
     const onchip_plan untouched = planned;
     const onchip_status status =
-        onchip_attention_decode_plan(args(), no_plan_ ? nullptr : &planned);
+        onchip_attention_decode_plan(args(), structs_.no_plan ? nullptr : &planned);
     if (std::string wrong = changed(before, {}); !wrong.empty()) return "plan changed " + wrong;
     if (status != ONCHIP_OK) {
-      const bool may_decline = backend_ != nullptr && std::string(backend_) != "reference";
-      if (changes == 0 && !(status == ONCHIP_UNSUPPORTED && may_decline)) {
-        return std::string("a legal call was refused: ") + onchip_last_error();
-      }
-      if (std::memcmp(&untouched, &planned, sizeof(planned)) != 0) {
-        return "a refused plan was written";
-      }
-      return judge_refusal(status);
+      return judge_refused_plan(status, changes == 0, backend_, untouched, planned);
     }
-    if (no_plan_ || no_args_ || plan_size_ != sizeof(onchip_plan)) {
+    if (structs_.no_plan || structs_.no_args || structs_.plan_size != sizeof(onchip_plan)) {
       return "accepted without plan or args";
     }
-    if (std::string why = bad_sizes(); !why.empty()) return "accepted: " + why;
+    if (std::string why = structs_.bad_sizes(); !why.empty()) return "accepted: " + why;
     if (unbacked_) {
       ++tally.planned_only;
       return "";
@@ -251,7 +244,8 @@ class FuzzedDecode {
       case 8:
         return mutate_presence();
       default:
-        return mutate_struct();
+        story_ += "struct ";
+        return structs_.mutate(random_);
     }
   }
 
@@ -349,37 +343,6 @@ class FuzzedDecode {
     story_ += std::string("added ") + name + " ";
   }
 
-  void mutate_struct() {
-    story_ += "struct ";
-    const auto size = [&](std::size_t whole) {
-      return random_.one_of<std::size_t>(
-          {0, 7, 8, whole - 8, whole - 1, whole, whole + 8, whole + 64, 4096, 4097, SIZE_MAX});
-    };
-    switch (random_.integer(0, 5)) {
-      case 0:
-        args_size_ = size(sizeof(Args));
-        break;
-      case 1:
-        options_size_ = size(sizeof(Options));
-        break;
-      case 2:
-        plan_size_ = size(sizeof(onchip_plan));
-        break;
-      case 3:
-        no_args_ = random_.chance(0.3);
-        no_plan_ = random_.chance(0.3);
-        break;
-      case 4:
-        has_options_ = false;
-        break;
-      default:
-        args_size_ = sizeof(Args) + 16;
-        options_size_ = sizeof(Options) + 16;
-        dirty_tail_ = random_.chance(0.5);
-        break;
-    }
-  }
-
   // ---- memory ----------------------------------------------------------------------------------
 
   void back_with_memory() {
@@ -407,24 +370,15 @@ class FuzzedDecode {
 
   void build_structs() {
     for (Slot& slot : slots_) *slot.field = &slot.tensor;
-    options_memory_ = std::make_unique<StructMemory>(options_, options_size_, dirty_tail_);
-    args_.options = has_options_ ? static_cast<const Options*>(options_memory_->data()) : nullptr;
-    args_memory_ = std::make_unique<StructMemory>(args_, args_size_, dirty_tail_);
+    options_memory_ =
+        std::make_unique<StructMemory>(options_, structs_.options_size, structs_.dirty_tail);
+    args_.options =
+        structs_.has_options ? static_cast<const Options*>(options_memory_->data()) : nullptr;
+    args_memory_ = std::make_unique<StructMemory>(args_, structs_.args_size, structs_.dirty_tail);
   }
 
   const Args* args() const {
-    return no_args_ ? nullptr : static_cast<const Args*>(args_memory_->data());
-  }
-
-  std::string bad_sizes() const {
-    const auto bad = [this](std::size_t stated, std::size_t whole) {
-      return stated < whole || stated > 4096 || (dirty_tail_ && stated > whole);
-    };
-    if (bad(args_size_, sizeof(Args))) return "args of size " + std::to_string(args_size_);
-    if (has_options_ && bad(options_size_, sizeof(Options))) {
-      return "options of size " + std::to_string(options_size_);
-    }
-    return "";
+    return structs_.no_args ? nullptr : static_cast<const Args*>(args_memory_->data());
   }
 
   // ---- nothing else changes --------------------------------------------------------------------
@@ -491,13 +445,13 @@ class FuzzedDecode {
     RunArguments misused{planned, nullptr, args(), workspace.data(), nullptr};
     misused.given_plan = &misused.plan;
     // May be a shorter struct where the call does not have it.
-    auto* options = has_options_ ? static_cast<Options*>(options_memory_->data()) : nullptr;
-    const double planned_scale = has_options_ ? options->scale : 0.0;
+    auto* options = structs_.has_options ? static_cast<Options*>(options_memory_->data()) : nullptr;
+    const double planned_scale = structs_.has_options ? options->scale : 0.0;
     // One way more is another scale than the planned one; the last two are none.
     const std::int64_t way = random_.integer(0, kWaysToMisuseRun + 2);
     if (way < kWaysToMisuseRun) {
       if (!misuse_run(way, misused, random_)) return "";
-    } else if (way == kWaysToMisuseRun && has_options_) {
+    } else if (way == kWaysToMisuseRun && structs_.has_options) {
       options->scale = planned_scale == 0.3125 ? 0.4375 : 0.3125;
     } else {
       return "";
@@ -505,7 +459,7 @@ class FuzzedDecode {
     const onchip_status status =
         onchip_attention_decode_run(misused.given_plan, static_cast<const Args*>(misused.given),
                                     misused.workspace, misused.stream);
-    if (has_options_) options->scale = planned_scale;
+    if (structs_.has_options) options->scale = planned_scale;
     ++tally.refused_runs;
     if (status != ONCHIP_INVALID_ARGUMENT) return "a misused run was not refused";
     if (std::string wrong = changed(before, {}); !wrong.empty()) {
@@ -525,7 +479,7 @@ class FuzzedDecode {
     for (std::size_t b = 0; b < all.size(); ++b) {
       std::copy(before[b].begin(), before[b].end(), all[b].begin());
     }
-    Options options = has_options_ ? options_ : Options ONCHIP_ATTENTION_OPTIONS_INIT;
+    Options options = structs_.has_options ? options_ : Options ONCHIP_ATTENTION_OPTIONS_INIT;
     options.struct_size = sizeof(options);
     options.backend = "reference";
     Args again = args_;
@@ -580,14 +534,8 @@ class FuzzedDecode {
   Args args_ = ONCHIP_ATTENTION_DECODE_ARGS_INIT;
   Options options_ = ONCHIP_ATTENTION_OPTIONS_INIT;
   std::string story_;
-  bool has_options_ = true;
-  bool no_args_ = false;
-  bool no_plan_ = false;
-  bool dirty_tail_ = false;
+  FuzzedStructs structs_{sizeof(Args), true};
   bool unbacked_ = false;
-  std::size_t args_size_ = sizeof(Args);
-  std::size_t options_size_ = sizeof(Options);
-  std::size_t plan_size_ = sizeof(onchip_plan);
   std::vector<Slot> slots_;
   std::vector<std::string> value_changes_;
   FuzzedMemory memory_;

@@ -176,4 +176,57 @@ std::string judge_refusal(onchip_status status) {
   return "";
 }
 
+std::string judge_refused_plan(onchip_status status, bool legal, const char* backend,
+                               const onchip_plan& before, const onchip_plan& after) {
+  const bool may_decline = backend != nullptr && std::string(backend) != "reference";
+  if (legal && !(status == ONCHIP_UNSUPPORTED && may_decline)) {
+    return std::string("a legal call was refused: ") + onchip_last_error();
+  }
+  if (std::memcmp(&before, &after, sizeof(after)) != 0) return "a refused plan was written";
+  return judge_refusal(status);
+}
+
+// ---- structs ------------------------------------------------------------------------------------
+
+void FuzzedStructs::mutate(Random& random) {
+  const auto size = [&](std::size_t whole) {
+    return random.one_of<std::size_t>(
+        {0, 7, 8, whole - 8, whole - 1, whole, whole + 8, whole + 64, 4096, 4097, SIZE_MAX});
+  };
+  switch (random.integer(0, 5)) {
+    case 0:
+      args_size = size(args_sizeof);
+      break;
+    case 1:
+      options_size = size(sizeof(onchip_attention_options));
+      break;
+    case 2:
+      plan_size = size(sizeof(onchip_plan));
+      break;
+    case 3:
+      no_args = random.chance(0.3);
+      no_plan = random.chance(0.3);
+      break;
+    case 4:
+      has_options = false;
+      break;
+    default:
+      args_size = args_sizeof + 16;
+      options_size = sizeof(onchip_attention_options) + 16;
+      dirty_tail = random.chance(0.5);
+      break;
+  }
+}
+
+std::string FuzzedStructs::bad_sizes() const {
+  const auto bad = [this](std::size_t stated, std::size_t whole) {
+    return stated < whole || stated > 4096 || (dirty_tail && stated > whole);
+  };
+  if (bad(args_size, args_sizeof)) return "args of size " + std::to_string(args_size);
+  if (has_options && bad(options_size, sizeof(onchip_attention_options))) {
+    return "options of size " + std::to_string(options_size);
+  }
+  return "";
+}
+
 }  // namespace onchip::test

@@ -36,6 +36,25 @@ class StructMemory {
   GuardedMemory memory_;
 };
 
+// What a call states of its structs, and which of them it has: right at first.
+struct FuzzedStructs {
+  FuzzedStructs(std::size_t args_sizeof, bool has_options)
+      : args_sizeof(args_sizeof), args_size(args_sizeof), has_options(has_options) {}
+
+  void mutate(Random& random);
+  // "" or the struct whose size no call may be accepted with.
+  std::string bad_sizes() const;
+
+  std::size_t args_sizeof;
+  std::size_t args_size;
+  std::size_t options_size = sizeof(onchip_attention_options);
+  std::size_t plan_size = sizeof(onchip_plan);
+  bool has_options;
+  bool no_args = false;
+  bool no_plan = false;
+  bool dirty_tail = false;
+};
+
 // The memory that a call's tensors may lead to.
 class FuzzedMemory {
  public:
@@ -71,5 +90,10 @@ bool misuse_run(std::int64_t way, RunArguments& run, Random& random);
 
 // "" or what is wrong with a refusal of this status and with its message.
 std::string judge_refusal(onchip_status status);
+
+// The same of planning, with the plan before and after; a legal call is refused only by a backend
+// that was asked for by name and is not the reference.
+std::string judge_refused_plan(onchip_status status, bool legal, const char* backend,
+                               const onchip_plan& before, const onchip_plan& after);
 
 }  // namespace onchip::test

@@ -19,8 +19,10 @@ namespace onchip::test {
 // ---- the calls that a test makes ----------------------------------------------------------------
 
 FuzzedCall::FuzzedCall(std::uint64_t number, const char* backend)
-    : random_(number * 0x9E3779B97F4A7C15u + 1), backend_(backend) {
-  op_ = random_.one_of({Op::forward, Op::forward, Op::backward, Op::merge});
+    : random_(number * 0x9E3779B97F4A7C15u + 1),
+      backend_(backend),
+      op_(random_.one_of({Op::forward, Op::forward, Op::backward, Op::merge})),
+      structs_(args_sizeof(), op_ != Op::merge) {
   if (op_ == Op::merge) {
     make_merge();
   } else {
@@ -31,7 +33,7 @@ FuzzedCall::FuzzedCall(std::uint64_t number, const char* backend)
 std::string FuzzedCall::check(Tally& tally) {
   const std::int64_t mutations = random_.one_of<std::int64_t>({0, 0, 1, 1, 1, 2, 3});
   for (std::int64_t m = 0; m < mutations; ++m) mutate();
-  if (!has_options_) {
+  if (!structs_.has_options) {
     // With the struct, all that it points to leaves the call.
     std::erase_if(slots_, [this](const Slot& slot) {
       const auto at = reinterpret_cast<std::uintptr_t>(slot.field);
@@ -45,22 +47,17 @@ std::string FuzzedCall::check(Tally& tally) {
   ++tally.calls;
 
   onchip_plan planned = ONCHIP_PLAN_INIT;
-  planned.struct_size = plan_size_;
+  planned.struct_size = structs_.plan_size;
   const onchip_plan before = planned;
-  const onchip_status status = plan(no_plan_ ? nullptr : &planned);
+  const onchip_status status = plan(structs_.no_plan ? nullptr : &planned);
   if (std::string wrong = changed({}); !wrong.empty()) return "plan changed " + wrong;
   if (status != ONCHIP_OK) {
-    const bool may_decline = backend_ != nullptr && std::string(backend_) != "reference";
-    if (mutations == 0 && !(status == ONCHIP_UNSUPPORTED && may_decline)) {
-      return std::string("a legal call was refused: ") + onchip_last_error();
-    }
-    if (std::memcmp(&before, &planned, sizeof(planned)) != 0) return "a refused plan was written";
-    return judge_refusal(status);
+    return judge_refused_plan(status, mutations == 0, backend_, before, planned);
   }
-  if (no_plan_ || no_args_ || plan_size_ != sizeof(onchip_plan)) {
+  if (structs_.no_plan || structs_.no_args || structs_.plan_size != sizeof(onchip_plan)) {
     return "accepted without plan or args";
   }
-  if (std::string why = bad_sizes(); !why.empty()) return "accepted: " + why;
+  if (std::string why = structs_.bad_sizes(); !why.empty()) return "accepted: " + why;
   if (unbacked_) {
     ++tally.planned_only;
     return "";
@@ -109,7 +106,6 @@ void FuzzedCall::make_attention() {
   forward_ = attention_->forward_args();
   backward_ = attention_->backward_args();
   options_ = attention_->options;
-  has_options_ = true;
   for (const auto& [name, tensor] : attention_->inputs()) memory_.add(tensor->accessible());
   for (const auto& [name, tensor] : attention_->forward_outputs()) {
     memory_.add(tensor->accessible());
@@ -223,24 +219,23 @@ std::size_t FuzzedCall::args_sizeof() const {
 
 void FuzzedCall::build_structs() {
   for (Slot& slot : slots_) *slot.field = &slot.tensor;
-  const std::size_t options_size =
-      options_size_ == kUnset ? sizeof(onchip_attention_options) : options_size_;
-  options_memory_ = std::make_unique<StructMemory>(options_, options_size, dirty_tail_);
-  const auto* options = has_options_
+  options_memory_ =
+      std::make_unique<StructMemory>(options_, structs_.options_size, structs_.dirty_tail);
+  const auto* options = structs_.has_options
                             ? static_cast<const onchip_attention_options*>(options_memory_->data())
                             : nullptr;
   forward_.options = options;
   backward_.options = options;
-  const std::size_t size = args_size_ == kUnset ? args_sizeof() : args_size_;
+  const std::size_t size = structs_.args_size;
   switch (op_) {
     case Op::forward:
-      args_memory_ = std::make_unique<StructMemory>(forward_, size, dirty_tail_);
+      args_memory_ = std::make_unique<StructMemory>(forward_, size, structs_.dirty_tail);
       break;
     case Op::backward:
-      args_memory_ = std::make_unique<StructMemory>(backward_, size, dirty_tail_);
+      args_memory_ = std::make_unique<StructMemory>(backward_, size, structs_.dirty_tail);
       break;
     default:
-      args_memory_ = std::make_unique<StructMemory>(merge_, size, dirty_tail_);
+      args_memory_ = std::make_unique<StructMemory>(merge_, size, structs_.dirty_tail);
   }
 }
 
@@ -338,7 +333,7 @@ std::string FuzzedCall::refused_run(const onchip_plan& planned, const GuardedMem
   double planned_scale = 0.0;
   if (way < kWaysToMisuseRun) {
     if (!misuse_run(way, misused, random_)) return "";
-  } else if (way == kWaysToMisuseRun && op_ != Op::merge && has_options_) {
+  } else if (way == kWaysToMisuseRun && op_ != Op::merge && structs_.has_options) {
     options = static_cast<onchip_attention_options*>(options_memory_->data());
     planned_scale = options->scale;
     options->scale = planned_scale == 0.3125 ? 0.4375 : 0.3125;
@@ -353,20 +348,6 @@ std::string FuzzedCall::refused_run(const onchip_plan& planned, const GuardedMem
   if (std::string wrong = changed({}); !wrong.empty()) return "a refused run changed " + wrong;
   if (options != nullptr) options->scale = planned_scale;
   return judge_refusal(status);
-}
-
-std::string FuzzedCall::bad_sizes() const {
-  const std::size_t size = args_size_ == kUnset ? args_sizeof() : args_size_;
-  const std::size_t options_size =
-      options_size_ == kUnset ? sizeof(onchip_attention_options) : options_size_;
-  const auto bad = [this](std::size_t stated, std::size_t whole) {
-    return stated < whole || stated > 4096 || (dirty_tail_ && stated > whole);
-  };
-  if (bad(size, args_sizeof())) return "args of size " + std::to_string(size);
-  if (op_ != Op::merge && has_options_ && bad(options_size, sizeof(onchip_attention_options))) {
-    return "options of size " + std::to_string(options_size);
-  }
-  return "";
 }
 
 std::string FuzzedCall::why_illegal() const {

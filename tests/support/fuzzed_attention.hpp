@@ -74,8 +74,6 @@ class FuzzedCall {
   // A tensor goes, or appears in a field that was empty: another argument's, so most often misfit.
   void mutate_presence();
 
-  void mutate_struct();
-
   // ---- memory ----------------------------------------------------------------------------------
 
   void back_with_memory();
@@ -97,7 +95,7 @@ class FuzzedCall {
 
   // ---- the calls -------------------------------------------------------------------------------
 
-  const void* args() const { return no_args_ ? nullptr : args_memory_->data(); }
+  const void* args() const { return structs_.no_args ? nullptr : args_memory_->data(); }
 
   onchip_status plan(onchip_plan* to) const;
 
@@ -108,8 +106,6 @@ class FuzzedCall {
 
   // One way of misusing run, or none: refused, and nothing written.
   std::string refused_run(const onchip_plan& planned, const GuardedMemory& workspace, Tally& tally);
-
-  std::string bad_sizes() const;
 
   std::string why_illegal() const;
 
@@ -124,11 +120,10 @@ class FuzzedCall {
   // non-finite values, b).
   bool reads_foreign_poison() const;
 
-  static constexpr std::size_t kUnset = SIZE_MAX - 1;
-
   Random random_;
   const char* backend_;
   Op op_;
+  FuzzedStructs structs_;
   std::string story_;
   std::unique_ptr<AttentionCall> attention_;
   HostTensor merge_tensors_[6];
@@ -136,15 +131,8 @@ class FuzzedCall {
   onchip_attention_backward_args backward_ = ONCHIP_ATTENTION_BACKWARD_ARGS_INIT;
   onchip_attention_merge_args merge_ = ONCHIP_ATTENTION_MERGE_ARGS_INIT;
   onchip_attention_options options_ = ONCHIP_ATTENTION_OPTIONS_INIT;
-  bool has_options_ = false;
   bool backend_changed_ = false;
-  bool no_args_ = false;
-  bool no_plan_ = false;
-  bool dirty_tail_ = false;
   bool unbacked_ = false;
-  std::size_t args_size_ = kUnset;
-  std::size_t options_size_ = kUnset;
-  std::size_t plan_size_ = sizeof(onchip_plan);
   std::vector<Slot> slots_;
   std::vector<std::string> value_changes_;
   FuzzedMemory memory_;

@@ -48,7 +48,8 @@ void FuzzedCall::mutate() {
     case 8:
       return mutate_presence();
     default:
-      return mutate_struct();
+      story_ += "struct ";
+      return structs_.mutate(random_);
   }
 }
 
@@ -188,7 +189,7 @@ void FuzzedCall::mutate_presence() {
     *slots_[at].field = nullptr;
     slots_.erase(slots_.begin() + static_cast<std::ptrdiff_t>(at));
     if (slots_.empty()) add("lse", merge_.lse);
-    if (slots_.empty()) no_args_ = true;
+    if (slots_.empty()) structs_.no_args = true;
     return;
   }
   const onchip_tensor** fields[] = {&options_.bias,           &options_.mask,
@@ -202,37 +203,6 @@ void FuzzedCall::mutate_presence() {
   slots_.push_back({"added " + std::to_string(which), fields[which], t, false, which >= 6, true});
   *fields[which] = &t;  // replaced by build_structs
   story_ += slots_.back().name + " ";
-}
-
-void FuzzedCall::mutate_struct() {
-  story_ += "struct ";
-  const auto size = [&](std::size_t whole) {
-    return random_.one_of<std::size_t>(
-        {0, 7, 8, whole - 8, whole - 1, whole, whole + 8, whole + 64, 4096, 4097, SIZE_MAX});
-  };
-  switch (random_.integer(0, 5)) {
-    case 0:
-      args_size_ = size(args_sizeof());
-      break;
-    case 1:
-      options_size_ = size(sizeof(onchip_attention_options));
-      break;
-    case 2:
-      plan_size_ = size(sizeof(onchip_plan));
-      break;
-    case 3:
-      no_args_ = random_.chance(0.3);
-      no_plan_ = random_.chance(0.3);
-      break;
-    case 4:
-      has_options_ = false;
-      break;
-    default:
-      args_size_ = args_sizeof() + 16;
-      options_size_ = sizeof(onchip_attention_options) + 16;
-      dirty_tail_ = random_.chance(0.5);
-      break;
-  }
 }
 
 }  // namespace onchip::test
