@@ -36,6 +36,8 @@ MIN_ROUNDS = 5
 _MAX_SAMPLES = 15
 _WARM_UP_SEQLEN = 256
 _READING_TURNS = 4
+# Less stays in a processor's caches from the reading to the step: a share of neither.
+_SMALLEST_READING = 64 << 20
 # PyTorch's threads spin for a while after their work.
 _PAUSE_S = 0.005
 
@@ -86,12 +88,14 @@ class _Job:
 def shares(result: Result, peaks: dict[str, float]) -> Result:
     """The share of what the CPU reaches at best (`_native.measure_peaks`), by the best sample, as
     the peaks are: `pipe_use`; of a decoding step `bandwidth_use`, the median of the shares of
-    reading its caches just before."""
+    reading its caches just before, 64 MiB at least."""
     # The reference computes in fp64, whatever the dtype.
     if result["backend"] == "reference" or result["backend"].startswith("cuda"):
         return {}
     case = cases.parse(result["case"])
     if isinstance(case, StepCase):
+        if case.tensor_bytes < _SMALLEST_READING:
+            return {}
         turns = zip(result["reading_ms"], result["samples_ms"], strict=True)
         return {"bandwidth_use": statistics.median(read / step for read, step in turns)}
     best_s = min(result["samples_ms"]) / 1e3
